@@ -1,0 +1,214 @@
+"""Rollouts and the padded batch of them: the one place where shapes are defined.
+
+Shape letters, here and everywhere: B sequences, S prompt and response tokens, T response tokens,
+N response tokens of the whole batch without padding, V vocabulary, L layers, K experts per token.
+A tensor ``[N, ...]`` holds the response tokens in row-major order of ``response_mask``, so that
+``dense[response_mask] = flat`` and ``flat = dense[response_mask]``.
+"""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, fields, replace
+
+import torch
+from torch import Tensor
+
+
+@dataclass(frozen=True, kw_only=True)
+class Rollout:
+    """One sampled response and what is known of the distribution it was sampled from.
+
+    Example: ``prompt_ids=(1, 8, 14, 12, 15)`` ("4+8="), ``response_ids=(8, 14, 12, 15, 6, 16, 17, 6, 2)``
+    ("4+8=2;#2", then end of sequence), ``logprobs=tensor([-0.01, ...])`` of 9 entries, ``reward=1.0``.
+
+    Attributes:
+        group: index of the prompt within its step; responses to one prompt share it.
+        prompt_ids: prompt tokens, at least one.
+        response_ids: T sampled tokens, at least one, the end-of-sequence token included.
+        logprobs: ``[T]`` float32, nats; log pi_roll of the sampled tokens.
+        log_distribution: ``[T, V]`` float32, nats; log pi_roll of every token, or None where only the sampled
+            token's is stored.
+        experts: ``[T, L, K]`` uint8; experts the engine routed each token to, or None for a dense model.
+        finished: whether the response ended by itself within the length limit.
+        reward: in [0, 1].
+        advantage: group-relative advantage.
+        weight_version: number of training steps behind the weights it was sampled from.
+    """
+
+    group: int
+    prompt_ids: tuple[int, ...]
+    response_ids: tuple[int, ...]
+    logprobs: Tensor
+    log_distribution: Tensor | None = None
+    experts: Tensor | None = None
+    finished: bool = True
+    reward: float = 0.0
+    advantage: float = 0.0
+    weight_version: int = 0
+
+    def __post_init__(self) -> None:
+        """Check that lengths agree."""
+        length = len(self.response_ids)
+        if length == 0 or len(self.prompt_ids) == 0:
+            raise ValueError(f"a rollout needs a prompt and a response, got {len(self.prompt_ids)} and {length} tokens")
+        for name in ("logprobs", "log_distribution", "experts"):
+            value = getattr(self, name)
+            if value is not None and value.shape[0] != length:
+                raise ValueError(f"{name} has {value.shape[0]} rows, the response has {length} tokens")
+
+
+@dataclass(frozen=True, kw_only=True)
+class RolloutBatch:
+    """B rollouts, padded on the right.
+
+    Example: prompts of 5 and 7 tokens with responses of 9 and 15 give ``input_ids [2, 22]``,
+    ``response_mask [2, 15]`` with 9 and 15 True entries, and ``rollout_log_distribution [24, V]``.
+
+    Attributes:
+        input_ids: ``[B, S]`` int64; prompt, response, then padding with token 0.
+        prompt_lengths: ``[B]`` int64.
+        response_ids: ``[B, T]`` int64; padding is token 0.
+        response_mask: ``[B, T]`` bool; True on response tokens.
+        rollout_logprobs: ``[B, T]`` float32, nats; 0 on padding.
+        rewards: ``[B]`` float32.
+        advantages: ``[B]`` float32.
+        groups: ``[B]`` int64.
+        weight_versions: ``[B]`` int64.
+        sequence_ids: ``[B]`` int64; position of each sequence in its step.
+        rollout_log_distribution: ``[N, V]`` float32, nats, or None.
+        rollout_experts: ``[N, L, K]`` uint8, or None.
+    """
+
+    input_ids: Tensor
+    prompt_lengths: Tensor
+    response_ids: Tensor
+    response_mask: Tensor
+    rollout_logprobs: Tensor
+    rewards: Tensor
+    advantages: Tensor
+    groups: Tensor
+    weight_versions: Tensor
+    sequence_ids: Tensor
+    rollout_log_distribution: Tensor | None = None
+    rollout_experts: Tensor | None = None
+
+    @classmethod
+    def from_rollouts(cls, rollouts: Sequence[Rollout]) -> "RolloutBatch":
+        """Pad rollouts to one batch.
+
+        Args:
+            rollouts: at least one; either all or none carry ``log_distribution``, and likewise ``experts``.
+
+        Returns:
+            The batch, ``sequence_ids`` counting from 0.
+
+        Raises:
+            ValueError: if there are no rollouts, or only some carry an optional tensor.
+        """
+        if not rollouts:
+            raise ValueError("a batch needs at least one rollout, got none")
+        sequences = [torch.tensor(r.prompt_ids + r.response_ids) for r in rollouts]
+        responses = [torch.tensor(r.response_ids) for r in rollouts]
+        lengths = torch.tensor([len(r.response_ids) for r in rollouts])
+        positions = torch.arange(int(lengths.max()))  # [T]
+        return cls(
+            input_ids=_pad(sequences),
+            prompt_lengths=torch.tensor([len(r.prompt_ids) for r in rollouts]),
+            response_ids=_pad(responses),
+            response_mask=positions < lengths[:, None],  # [B, T]
+            rollout_logprobs=_pad([r.logprobs.float() for r in rollouts]),
+            rewards=torch.tensor([r.reward for r in rollouts], dtype=torch.float32),
+            advantages=torch.tensor([r.advantage for r in rollouts], dtype=torch.float32),
+            groups=torch.tensor([r.group for r in rollouts]),
+            weight_versions=torch.tensor([r.weight_version for r in rollouts]),
+            sequence_ids=torch.arange(len(rollouts)),
+            rollout_log_distribution=_cat_all_or_none([r.log_distribution for r in rollouts], "log_distribution"),
+            rollout_experts=_cat_all_or_none([r.experts for r in rollouts], "experts"),
+        )
+
+    @property
+    def num_sequences(self) -> int:
+        """B."""
+        return self.input_ids.shape[0]
+
+    @property
+    def response_lengths(self) -> Tensor:
+        """``[B]`` int64."""
+        return self.response_mask.sum(dim=-1)
+
+    def select(self, keep: Tensor) -> "RolloutBatch":
+        """Take some sequences, in their order, and trim the padding nobody needs any more.
+
+        Args:
+            keep: ``[B]`` bool with at least one True.
+
+        Returns:
+            The batch of the kept sequences.
+
+        Raises:
+            ValueError: if nothing is kept.
+        """
+        if not bool(keep.any()):
+            raise ValueError("cannot select no sequence")
+        flat_keep = keep[:, None].expand_as(self.response_mask)[self.response_mask]  # [N]
+        longest_response = int(self.response_lengths[keep].max())
+        longest_sequence = int((self.response_lengths + self.prompt_lengths)[keep].max())
+        values: dict[str, Tensor | None] = {}
+        for field in fields(self):
+            value = getattr(self, field.name)
+            if value is None:
+                values[field.name] = None
+            elif field.name in ("rollout_log_distribution", "rollout_experts"):
+                values[field.name] = value[flat_keep]
+            elif field.name == "input_ids":
+                values[field.name] = value[keep, :longest_sequence]
+            elif value.dim() == 2:
+                values[field.name] = value[keep, :longest_response]
+            else:
+                values[field.name] = value[keep]
+        return replace(self, **values)
+
+    def split(self, max_tokens: int) -> Iterator["RolloutBatch"]:
+        """Divide into micro-batches of consecutive sequences with at most ``max_tokens`` padded tokens each.
+
+        Args:
+            max_tokens: budget of padded tokens; a longer sequence gets a micro-batch to itself.
+
+        Yields:
+            Micro-batches that together hold every sequence once, in order.
+        """
+        lengths = (self.prompt_lengths + self.response_lengths).tolist()
+        start = 0
+        while start < self.num_sequences:
+            end, longest = start, 0
+            while end < self.num_sequences and (
+                end == start or max(longest, lengths[end]) * (end - start + 1) <= max_tokens
+            ):
+                longest = max(longest, lengths[end])
+                end += 1
+            keep = torch.zeros(self.num_sequences, dtype=torch.bool, device=self.input_ids.device)
+            keep[start:end] = True
+            yield self.select(keep)
+            start = end
+
+    def to(self, device: torch.device | str) -> "RolloutBatch":
+        """Move every tensor to a device."""
+        moved = {f.name: v.to(device) for f in fields(self) if (v := getattr(self, f.name)) is not None}
+        return replace(self, **moved)
+
+    def dense(self, flat: Tensor, fill: float = 0.0) -> Tensor:
+        """Spread ``[N]`` values of response tokens to ``[B, T]``, with ``fill`` on padding."""
+        dense = flat.new_full(self.response_mask.shape, fill)
+        return dense.masked_scatter(self.response_mask, flat)
+
+
+def _pad(rows: Sequence[Tensor]) -> Tensor:
+    return torch.nn.utils.rnn.pad_sequence(list(rows), batch_first=True)
+
+
+def _cat_all_or_none(values: Sequence[Tensor | None], name: str) -> Tensor | None:
+    present = [value for value in values if value is not None]
+    if not present:
+        return None
+    if len(present) != len(values):
+        raise ValueError(f"{name} is present in {len(present)} of {len(values)} rollouts; all or none must have it")
+    return torch.cat(present)

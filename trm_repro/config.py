@@ -1,0 +1,280 @@
+"""The configuration of a run: its sections joined, and loading it from files and ``key=value`` overrides.
+
+The command line merges, in order: the defaults, each file, the arm's file, each ``key=value``.
+Loads without torch.
+"""
+
+import dataclasses
+import difflib
+import hashlib
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import yaml
+from omegaconf import DictConfig, OmegaConf
+from omegaconf.errors import ConfigKeyError, OmegaConfBaseException
+
+from trm_repro.config_sections import (
+    EvaluationConfig,
+    LossConfig,
+    MaskConfig,
+    PolicyConfig,
+    RolloutConfig,
+    TaskConfig,
+    UpdateConfig,
+    WarmStartConfig,
+    require,
+    require_at_least,
+)
+from trm_repro.errors import InputError
+
+CONF_DIR = Path(__file__).resolve().parents[1] / "conf"
+
+
+def derive_seed(seed: int, *labels: str | int) -> int:
+    """Derive the seed of one use of randomness from the run's one seed.
+
+    Args:
+        seed: the run's seed.
+        labels: what the seed is for, such as ``"rollout", step, prompt, sample``.
+
+    Returns:
+        An integer in [0, 2**31), the same on every machine for the same arguments.
+    """
+    text = "/".join(str(label) for label in (seed, *labels))
+    return int.from_bytes(hashlib.sha256(text.encode()).digest()[:4], "big") >> 1
+
+
+@dataclass(frozen=True, kw_only=True)
+class ReproduceConfig:
+    """Which arms and seeds `trm-repro reproduce` runs, and by how many processes."""
+
+    arms: tuple[str, ...] = (
+        "trm_avg_0.001",
+        "ppo_clip",
+        "random_as_trm_avg_0.001",
+        "token_is",
+        "trm_max_0.05",
+        "trm_max_0.1",
+        "trm_avg_0.002",
+        "trm_max_0.1_avg_0.002",
+    )
+    """Arms, each a file in conf/arms."""
+    seeds: tuple[int, ...] = (101, 102)
+    """Seeds; each has its own warm start, training prompts and held-out problems."""
+    num_workers: int = 2
+    """Worker processes, one engine each."""
+    max_attempts: int = 3
+    """Times a run is started again after its process died."""
+
+    def __post_init__(self) -> None:
+        """Check ranges."""
+        require(len(self.arms) > 0, "reproduce.arms", "a list with at least one arm", self.arms)
+        require(len(self.seeds) > 0, "reproduce.seeds", "a list with at least one seed", self.seeds)
+        require(len(set(self.arms)) == len(self.arms), "reproduce.arms", "without repeats", self.arms)
+        require(len(set(self.seeds)) == len(self.seeds), "reproduce.seeds", "without repeats", self.seeds)
+        require_at_least("reproduce", 0, **{f"seeds[{index}]": seed for index, seed in enumerate(self.seeds)})
+        require_at_least("reproduce", 1, num_workers=self.num_workers, max_attempts=self.max_attempts)
+
+
+@dataclass(frozen=True, kw_only=True)
+class OutputConfig:
+    """Where a run writes."""
+
+    dir: str = "runs/miniature"
+    """Folder of this experiment."""
+    warm_start_dir: str = "runs/warm_starts"
+    """Cache of warm-started policies, by hash of what they depend on."""
+    keep_shards_every: int = 10
+    """Keep the rollout shard of every n-th step; the newest is always kept."""
+
+    def __post_init__(self) -> None:
+        """Check ranges."""
+        require(self.dir != "", "output.dir", "not empty", self.dir)
+        require(self.warm_start_dir != "", "output.warm_start_dir", "not empty", self.warm_start_dir)
+        require_at_least("output", 1, keep_shards_every=self.keep_shards_every)
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrackingConfig:
+    """MLflow."""
+
+    uri: str | None = None
+    """Tracking URI; null is SQLite at mlflow.db in output.dir."""
+    experiment: str = "trm-repro"
+    """Experiment name."""
+
+    def __post_init__(self) -> None:
+        """Check ranges."""
+        require(self.experiment.strip() != "", "tracking.experiment", "not empty", self.experiment)
+
+
+@dataclass(frozen=True, kw_only=True)
+class RunConfig:
+    """One run: one arm with one seed; `trm-repro reproduce` makes several from it."""
+
+    name: str = "miniature"
+    """Name of the experiment, shown in MLflow and the report."""
+    arm: str = "trm_avg_0.001"
+    """Name of this arm; a letter or digit, then letters, digits, dots, dashes and underscores."""
+    seed: int = 101
+    """The one seed; those of every stage and step are derived from it."""
+    num_steps: int = 60
+    """Reinforcement-learning steps."""
+    num_threads: int = 1
+    """CPU threads of one process; the last bits of every result depend on it."""
+    task: TaskConfig = field(default_factory=TaskConfig)
+    policy: PolicyConfig = field(default_factory=PolicyConfig)
+    warm_start: WarmStartConfig = field(default_factory=WarmStartConfig)
+    rollout: RolloutConfig = field(default_factory=RolloutConfig)
+    mask: MaskConfig = field(default_factory=MaskConfig)
+    loss: LossConfig = field(default_factory=LossConfig)
+    update: UpdateConfig = field(default_factory=UpdateConfig)
+    evaluation: EvaluationConfig = field(default_factory=EvaluationConfig)
+    reproduce: ReproduceConfig = field(default_factory=ReproduceConfig)
+    output: OutputConfig = field(default_factory=OutputConfig)
+    tracking: TrackingConfig = field(default_factory=TrackingConfig)
+
+    def __post_init__(self) -> None:
+        """Check ranges and what sections demand of one another."""
+        require(self.seed >= 0, "seed", ">= 0", self.seed)
+        require(self.num_steps >= 1, "num_steps", ">= 1", self.num_steps)
+        require(self.num_threads >= 1, "num_threads", ">= 1", self.num_threads)
+        for key, value in (("arm", self.arm), ("name", self.name)):
+            plain = value[:1].isalnum() and all(c.isalnum() or c in "._-" for c in value) and value.isascii()
+            require(plain, key, "letters, digits, dots, dashes and underscores, the first a letter or digit", value)
+        num_sequences = self.rollout.num_prompts * self.rollout.group_size
+        require(
+            num_sequences % self.update.num_updates_per_rollout == 0,
+            "update.num_updates_per_rollout",
+            f"a divisor of the {num_sequences} sequences of a step",
+            self.update.num_updates_per_rollout,
+        )
+        require(
+            not self.mask.needs_distribution or self.rollout.distribution == "full",
+            "rollout.distribution",
+            "full for a mask on exact divergences (or set mask.max_estimator=k2, mask.avg_estimator=k3)",
+            self.rollout.distribution,
+        )
+
+
+def load_config(files: Sequence[str | Path] = (), overrides: Sequence[str] = ()) -> RunConfig:
+    """Merge the defaults, YAML files and overrides into a checked configuration.
+
+    Args:
+        files: YAML files, later ones winning.
+        overrides: ``key=value`` with dotted keys, winning over the files, such as ``update.learning_rate=0.1``.
+
+    Returns:
+        The configuration.
+
+    Raises:
+        InputError: if a file cannot be read, a key is unknown, or a value has the wrong type or range.
+    """
+    merged = OmegaConf.structured(RunConfig)
+    for file in files:
+        merged = _merge(merged, _read_yaml(Path(file)), source=str(file))
+    for override in overrides:
+        key, separator, _ = override.partition("=")
+        if not separator or not key:
+            raise InputError(f"{override!r}: expected key=value, such as num_steps=10")
+        try:
+            parsed = OmegaConf.from_dotlist([override])
+        except (yaml.YAMLError, OmegaConfBaseException, ValueError) as error:
+            raise InputError(f"{override!r}: the value is not valid YAML ({_first_line(error)})") from None
+        merged = _merge(merged, parsed, source="command line")
+    try:
+        config = OmegaConf.to_object(merged)
+    except (OmegaConfBaseException, ValueError) as error:
+        raise InputError(_first_line(error)) from None
+    assert isinstance(config, RunConfig)
+    return config
+
+
+def load_arm(name: str, files: Sequence[str | Path] = (), overrides: Sequence[str] = ()) -> RunConfig:
+    """Load the configuration of one arm: files, then conf/arms/NAME.yaml, then overrides.
+
+    Args:
+        name: an arm's name, the stem of a file in conf/arms.
+        files: YAML files merged before the arm's.
+        overrides: ``key=value``, merged last.
+
+    Returns:
+        The configuration, with ``arm`` set to ``name``.
+
+    Raises:
+        InputError: if there is no such arm, or as `load_config`.
+    """
+    known = arm_names()
+    if name not in known:
+        raise InputError(f"unknown arm {name!r}{_suggestion(name, known)}; conf/arms has {', '.join(known)}")
+    return load_config([*files, CONF_DIR / "arms" / f"{name}.yaml"], overrides)
+
+
+def arm_names() -> list[str]:
+    """List the arms of conf/arms by name."""
+    return sorted(path.stem for path in (CONF_DIR / "arms").glob("*.yaml"))
+
+
+def to_yaml(config: RunConfig) -> str:
+    """Write a configuration out in full, as a file that `load_config` reads back unchanged."""
+    return OmegaConf.to_yaml(OmegaConf.structured(config))
+
+
+def config_hash(*sections: object) -> str:
+    """Hash configuration sections (dataclasses or plain values) to 12 hexadecimal digits."""
+    plain = [dataclasses.asdict(s) if dataclasses.is_dataclass(s) and not isinstance(s, type) else s for s in sections]
+    return hashlib.sha256(json.dumps(plain, sort_keys=True).encode()).hexdigest()[:12]
+
+
+def _read_yaml(path: Path) -> DictConfig:
+    try:
+        text = path.read_text(encoding="utf-8")
+    except FileNotFoundError:
+        raise InputError(f"{path}: no such configuration file") from None
+    except (OSError, UnicodeDecodeError) as error:
+        raise InputError(f"{path}: cannot be read as UTF-8 text ({error})") from None
+    try:
+        loaded = OmegaConf.create(text)
+    except (yaml.YAMLError, OmegaConfBaseException, ValueError) as error:
+        raise InputError(f"{path}: not valid YAML ({_first_line(error)})") from None
+    if not isinstance(loaded, DictConfig):
+        raise InputError(f"{path}: expected a mapping of keys to values, got a list")
+    return loaded
+
+
+def _merge(base: DictConfig, update: DictConfig, source: str) -> DictConfig:
+    if "${" in OmegaConf.to_yaml(update):
+        raise InputError(f"{source}: references ${{...}} are not supported; write the value out")
+    try:
+        merged = OmegaConf.merge(base, update)
+    except ConfigKeyError as error:
+        key = str(error.full_key)
+        raise InputError(f"{source}: unknown key {key!r}{_suggestion(key, _all_keys(base))}") from None
+    except (OmegaConfBaseException, ValueError) as error:
+        key = getattr(error, "full_key", "")
+        raise InputError(f"{source}: {key + ': ' if key else ''}{_first_line(error)}") from None
+    assert isinstance(merged, DictConfig)
+    return merged
+
+
+def _all_keys(config: DictConfig, prefix: str = "") -> list[str]:
+    keys = []
+    for key, value in config.items():
+        keys.append(f"{prefix}{key}")
+        if isinstance(value, DictConfig):
+            keys.extend(_all_keys(value, prefix=f"{prefix}{key}."))
+    return keys
+
+
+def _suggestion(name: str, known: Sequence[str]) -> str:
+    close = difflib.get_close_matches(name, known, n=1) or [
+        key for key in known if key.rpartition(".")[2] == name.rpartition(".")[2]
+    ]
+    return f"; did you mean {close[0]!r}?" if close else ""
+
+
+def _first_line(error: Exception) -> str:
+    return (str(error).splitlines() or [type(error).__name__])[0]

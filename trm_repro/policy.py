@@ -1,0 +1,233 @@
+"""The policy: a causal language model that scores response tokens, and its tokenizer.
+
+One class serves the miniature (dense or mixture of experts) and Qwen3-8B: only the configuration differs.
+Shape letters: B sequences, S prompt and response tokens, T response tokens, N response tokens without padding,
+H hidden size, V vocabulary, L layers, K experts per token.
+"""
+
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    PreTrainedTokenizerFast,
+    Qwen3Config,
+    Qwen3MoeConfig,
+)
+
+from trm_repro.batch import RolloutBatch
+from trm_repro.config import PolicyConfig
+from trm_repro.errors import InputError
+from trm_repro.vocab import token_logprobs, token_statistics
+
+PAD, BOS, EOS = "<pad>", "<bos>", "<eos>"
+
+
+class PolicyOutput(NamedTuple):
+    """Per-token results of one forward pass; entries are None where they were not asked for.
+
+    Attributes:
+        logprobs: ``[N]`` float32, nats; log pi_theta of the sampled tokens.
+        entropy: ``[N]`` float32, nats.
+        kl: ``[N]`` float32, nats; exact KL(pi_roll || pi_theta).
+        total_variation: ``[N]`` float32 in [0, 1].
+        experts: ``[N, L, K]`` int64; experts each token's prediction was routed to.
+    """
+
+    logprobs: Tensor
+    entropy: Tensor | None = None
+    kl: Tensor | None = None
+    total_variation: Tensor | None = None
+    experts: Tensor | None = None
+
+
+class Policy(nn.Module):
+    """Scores the response tokens of a batch under pi_theta."""
+
+    def __init__(self, model: nn.Module) -> None:
+        """Wrap a Hugging Face causal language model."""
+        super().__init__()
+        self.model = model
+        self.model.config.use_cache = False
+
+    def forward(self, batch: RolloutBatch, *, temperature: float = 1.0, measure: bool = False) -> PolicyOutput:
+        """Score the response tokens.
+
+        Args:
+            batch: B sequences; right padding is harmless because attention is causal.
+            temperature: logits are divided by it.
+            measure: also compute entropy, exact divergences (where the batch carries the rollout distribution)
+                and, in a mixture of experts, the routing; without gradient.
+
+        Returns:
+            Per-token results; ``logprobs`` carries gradient unless ``measure``.
+        """
+        has_router = hasattr(self.model.config, "num_experts")
+        routing = {"output_router_logits": True} if measure and has_router else {}
+        output = self.model.model(input_ids=batch.input_ids, use_cache=False, **routing)
+        rows, columns = predicting_positions(batch)
+        hidden = output.last_hidden_state[rows, columns]  # [N, H]
+        token_ids = batch.response_ids[batch.response_mask]  # [N]
+        head_weight = self.model.lm_head.weight  # [V, H]
+        if not measure:
+            return PolicyOutput(token_logprobs(hidden, head_weight, token_ids, temperature=temperature))
+        statistics = token_statistics(
+            hidden,
+            head_weight,
+            token_ids,
+            rollout_log_distribution=batch.rollout_log_distribution,
+            temperature=temperature,
+        )
+        experts = None
+        if routing:
+            top_k = self.model.config.num_experts_per_tok
+            layers = [logits.view(*batch.input_ids.shape, -1)[rows, columns] for logits in output.router_logits]
+            experts = torch.stack([layer.topk(top_k, dim=-1).indices for layer in layers], dim=1)  # [N, L, K]
+        return PolicyOutput(*statistics, experts)
+
+
+def predicting_positions(batch: RolloutBatch) -> tuple[Tensor, Tensor]:
+    """Find where in ``input_ids`` each response token is predicted: one position before it stands.
+
+    Args:
+        batch: B sequences.
+
+    Returns:
+        Rows and columns, each ``[N]`` int64, in the order of ``response_mask``.
+    """
+    offsets = torch.arange(batch.response_mask.shape[1], device=batch.input_ids.device)  # [T]
+    columns = batch.prompt_lengths[:, None] - 1 + offsets  # [B, T]
+    rows = torch.arange(batch.num_sequences, device=batch.input_ids.device)[:, None].expand_as(columns)
+    return rows[batch.response_mask], columns[batch.response_mask]
+
+
+def build_policy(config: PolicyConfig, tokenizer: PreTrainedTokenizerFast, seed: int) -> Policy:
+    """Build the policy in float32, from pretrained weights where a path is given, else with random weights.
+
+    Args:
+        config: the policy's section.
+        tokenizer: gives the vocabulary size where the configuration leaves it open, and the special tokens.
+        seed: seed of the random weights.
+
+    Returns:
+        The policy, ready to train.
+
+    Raises:
+        InputError: if the path holds no model that can be loaded.
+    """
+    kwargs: dict[str, Any] = {"dtype": torch.float32, "attn_implementation": "sdpa"}
+    if config.path is not None:
+        try:
+            model = AutoModelForCausalLM.from_pretrained(config.path, trust_remote_code=False, **kwargs)
+        except (OSError, ValueError, KeyError) as error:
+            raise InputError(f"policy.path={config.path}: no model can be loaded ({_first_line(error)})") from None
+        return Policy(model)
+    with torch.random.fork_rng():
+        torch.manual_seed(seed)
+        model = AutoModelForCausalLM.from_config(model_config(config, tokenizer), **kwargs)
+    return Policy(model)
+
+
+def model_config(config: PolicyConfig, tokenizer: PreTrainedTokenizerFast | None = None) -> Any:  # noqa: ANN401
+    """Translate the policy's sizes to a Hugging Face configuration.
+
+    Args:
+        config: the policy's section; its path must be None.
+        tokenizer: gives vocabulary size and special tokens, where there is one.
+
+    Returns:
+        A ``Qwen3Config`` or ``Qwen3MoeConfig``.
+
+    Raises:
+        InputError: if neither configuration nor tokenizer gives the vocabulary size.
+    """
+    vocab_size = config.vocab_size or (len(tokenizer) if tokenizer is not None else None)
+    if vocab_size is None:
+        raise InputError("policy.vocab_size must be given where there is no tokenizer")
+    common: dict[str, Any] = {
+        "vocab_size": vocab_size,
+        "hidden_size": config.hidden_size,
+        "num_hidden_layers": config.num_layers,
+        "num_attention_heads": config.num_attention_heads,
+        "num_key_value_heads": config.num_key_value_heads,
+        "head_dim": config.head_dim,
+        "intermediate_size": config.intermediate_size,
+        "max_position_embeddings": config.max_position_embeddings,
+        "tie_word_embeddings": config.tie_word_embeddings,
+        "initializer_range": config.initializer_range,
+    }
+    if tokenizer is not None:
+        common |= {f"{name}_token_id": getattr(tokenizer, f"{name}_token_id") for name in ("bos", "eos", "pad")}
+    if config.architecture == "dense":
+        return Qwen3Config(**common)
+    return Qwen3MoeConfig(
+        moe_intermediate_size=config.moe_intermediate_size,
+        num_experts=config.num_experts,
+        num_experts_per_tok=config.num_experts_per_token,
+        norm_topk_prob=True,
+        decoder_sparse_step=1,
+        **common,
+    )
+
+
+def build_tokenizer(characters: str) -> PreTrainedTokenizerFast:
+    """Build a tokenizer with one token per character, which begins every text with ``<bos>``.
+
+    Args:
+        characters: the alphabet, without repeats.
+
+    Returns:
+        A tokenizer with ``<pad>``, ``<bos>``, ``<eos>``, ``<unk>`` and one token per character, in that order.
+    """
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors
+
+    vocabulary = {token: index for index, token in enumerate([PAD, BOS, EOS, "<unk>", *characters])}
+    tokenizer = Tokenizer(models.WordLevel(vocabulary, unk_token="<unk>"))
+    tokenizer.pre_tokenizer = pre_tokenizers.Split("", "isolated")
+    tokenizer.decoder = decoders.Fuse()
+    tokenizer.post_processor = processors.TemplateProcessing(
+        single=f"{BOS} $A", special_tokens=[(BOS, vocabulary[BOS])]
+    )
+    return PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer, pad_token=PAD, bos_token=BOS, eos_token=EOS, unk_token="<unk>"
+    )
+
+
+def load_tokenizer(path: str | Path) -> PreTrainedTokenizerFast:
+    """Load a tokenizer from a directory or the hub.
+
+    Args:
+        path: directory or hub name.
+
+    Returns:
+        The tokenizer.
+
+    Raises:
+        InputError: if there is none, or it has no end-of-sequence token.
+    """
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(path, trust_remote_code=False)
+    except (OSError, ValueError, KeyError, AttributeError) as error:
+        raise InputError(f"{path}: no tokenizer can be loaded ({_first_line(error)})") from None
+    if tokenizer.eos_token_id is None:
+        raise InputError(f"{path}: the tokenizer has no end-of-sequence token")
+    return tokenizer
+
+
+def save_policy(policy: Policy, tokenizer: PreTrainedTokenizerFast, path: Path) -> None:
+    """Write weights (safetensors), configuration and tokenizer to a directory that transformers and vLLM load."""
+    policy.model.save_pretrained(path)
+    tokenizer.save_pretrained(path)
+
+
+def context_length(path: str | Path) -> int:
+    """Read the longest sequence a saved model can represent, tokens."""
+    return int(AutoConfig.from_pretrained(path, trust_remote_code=False).max_position_embeddings)
+
+
+def _first_line(error: Exception) -> str:
+    return (str(error).strip().splitlines() or [type(error).__name__])[0][:200]

@@ -1,0 +1,149 @@
+"""The probe: after every weight sync, engine and policy must agree on fixed contexts.
+
+Stale or misread weights change the rollout policy without any error. The probe compares the engine's
+distributions with the policy's, on the same contexts, and stops the run when the gap exceeds the engine's own noise.
+"""
+
+import random
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+from torch.func import functional_call
+
+from trm_repro.config_sections import Precision
+from trm_repro.divergence import exact_kl_divergence
+from trm_repro.errors import FaultError
+from trm_repro.policy import Policy
+from trm_repro.rollout.engine import RolloutEngine, SamplingRequest, SamplingSettings
+from trm_repro.rollout.precision import round_weight
+
+NOISE_FLOOR = 1e-7
+"""Smallest noise assumed, nats: float32 log-probs of two implementations differ by about this much."""
+LARGEST_START_RATIO = 100.0
+"""Engine noise over the policy's own rounding noise above which the engine did not load the model it was given."""
+QUANTILE = 0.75
+"""A routing flip moves a few contexts; stale weights move most. The upper quartile hears only the latter."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class ProbeReading:
+    """One comparison of engine and policy, nats.
+
+    Attributes:
+        gap: upper quartile over contexts of KL(engine || policy).
+        threshold: largest gap the engine's own noise explains.
+    """
+
+    gap: float
+    threshold: float
+
+
+class Probe:
+    """Compares an engine with the policy whose weights it was given.
+
+    The engine's noise changes with the weights, so it is not fixed once: `start` measures how large the engine's
+    gap is compared with the gap that the engine's precision alone makes in the policy, and `check` scales the
+    latter, measured at the current weights, by that ratio.
+    """
+
+    def __init__(
+        self, policy: Policy, contexts: Sequence[tuple[int, ...]], precision: Precision, factor: float
+    ) -> None:
+        """Set up the comparison.
+
+        Args:
+            policy: gives the architecture; its own weights are not used.
+            contexts: token sequences whose next-token distributions are compared.
+            precision: the engine's precision.
+            factor: gaps up to this many times the noise pass.
+        """
+        self.model = policy.model
+        self.contexts = list(contexts)
+        self.precision = precision
+        self.factor = factor
+        self.ratio = 1.0
+
+    def start(self, engine: RolloutEngine, weights: Mapping[str, Tensor]) -> ProbeReading:
+        """Measure the noise of an engine that has just loaded these weights from disk.
+
+        Args:
+            engine: the engine.
+            weights: the same weights, float32.
+
+        Returns:
+            The gap, and the threshold it sets: ``factor`` times the gap.
+
+        Raises:
+            FaultError: if engine and policy differ far beyond what rounding explains.
+        """
+        gap, noise = self._measure(engine, weights)
+        self.ratio = gap / noise
+        if self.ratio > LARGEST_START_RATIO:
+            raise FaultError(
+                f"engine and policy disagree on the model they both loaded: {gap:.1e} nats, {self.ratio:.0f} times "
+                f"what {self.precision} rounding explains; the engine does not run this model correctly"
+            )
+        return ProbeReading(gap=gap, threshold=self.factor * gap)
+
+    def check(self, engine: RolloutEngine, weights: Mapping[str, Tensor], *, version: int) -> ProbeReading:
+        """Compare after a sync.
+
+        Args:
+            engine: the engine.
+            weights: the weights it was given, float32.
+            version: their version, for the message.
+
+        Returns:
+            Gap and threshold.
+
+        Raises:
+            FaultError: if the gap exceeds the threshold.
+        """
+        gap, noise = self._measure(engine, weights)
+        reading = ProbeReading(gap=gap, threshold=self.factor * max(1.0, self.ratio) * noise)
+        if not gap <= reading.threshold:
+            raise FaultError(
+                f"stale weights: after the sync of weight version {version} the engine differs from the policy by "
+                f"{gap:.1e} nats, above {reading.threshold:.1e}, {self.factor:g} times its own noise; nothing was "
+                "trained on its rollouts"
+            )
+        return reading
+
+    @torch.no_grad()
+    def _measure(self, engine: RolloutEngine, weights: Mapping[str, Tensor]) -> tuple[float, float]:
+        """Return the engine's gap to the policy, and the gap that precision alone makes in the policy."""
+        requests = [SamplingRequest(prompt_ids=context, seed=index) for index, context in enumerate(self.contexts)]
+        sampled = engine.sample(requests, SamplingSettings(max_tokens=1, distribution="full"))
+        engine_distribution = torch.cat([completion.log_distribution for completion in sampled])  # [contexts, V]
+        policy_distribution = self._next_token(weights)
+        rounded = {name: round_weight(name, weight, self.precision) for name, weight in weights.items()}
+        rounded_distribution = self._next_token(rounded)
+        gap = exact_kl_divergence(engine_distribution, policy_distribution).quantile(QUANTILE)
+        noise = exact_kl_divergence(rounded_distribution, policy_distribution).quantile(QUANTILE)
+        return max(float(gap), NOISE_FLOOR), max(float(noise), NOISE_FLOOR)
+
+    def _next_token(self, weights: Mapping[str, Tensor]) -> Tensor:
+        """Compute the policy's next-token log-distributions ``[contexts, V]`` with the given weights."""
+        lengths = torch.tensor([len(context) for context in self.contexts])
+        padded = torch.nn.utils.rnn.pad_sequence([torch.tensor(c) for c in self.contexts], batch_first=True)
+        output = functional_call(self.model, dict(weights), kwargs={"input_ids": padded})
+        logits = output.logits[torch.arange(len(lengths)), lengths - 1]  # [contexts, V]
+        return torch.log_softmax(logits.float(), dim=-1)
+
+
+def probe_contexts(texts: Sequence[tuple[int, ...]], num_contexts: int, seed: int) -> list[tuple[int, ...]]:
+    """Cut token sequences at random places.
+
+    Args:
+        texts: token sequences such as prompts with solutions, each of two tokens or more.
+        num_contexts: how many contexts to make.
+        seed: seed of the places.
+
+    Returns:
+        Non-empty beginnings of the texts, taken in turn.
+    """
+    rng = random.Random(seed)
+    chosen = [texts[index % len(texts)] for index in range(num_contexts)]
+    return [text[: rng.randint(len(text) // 4 + 1, len(text) - 1)] for text in chosen]

@@ -1,0 +1,1 @@
+"""vLLM behind the engine protocol; the only package that imports vllm."""

@@ -1,0 +1,150 @@
+"""vLLM in this process: sampling with full log-probs, weights in place, routing of each token.
+
+Importing vllm takes seconds, so it happens when an engine starts.
+"""
+
+import os
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from trm_repro.config_sections import RolloutConfig
+from trm_repro.errors import FaultError, InputError
+from trm_repro.rollout.engine import Completion, SamplingRequest, SamplingSettings
+from trm_repro.rollout.precision import compute_dtype, round_weight
+from trm_repro.rollout.vllm.weights import checkpoint_weights
+
+ENVIRONMENT = {
+    "VLLM_ENABLE_V1_MULTIPROCESSING": "0",  # the engine lives in this process, so weights need no copy between two
+    "VLLM_CPU_OMP_THREADS_BIND": "nobind",  # two workers would otherwise be bound to the same core
+    "VLLM_LOGGING_LEVEL": "ERROR",
+    "VLLM_NO_USAGE_STATS": "1",
+    "DO_NOT_TRACK": "1",
+}
+BLOCK_TOKENS = 16  # max_model_len is rounded up to a multiple of this
+
+
+class VllmEngine:
+    """A `RolloutEngine` on vLLM."""
+
+    def __init__(self, config: RolloutConfig, model_path: Path, max_length: int) -> None:
+        """Start the engine on a saved model.
+
+        Args:
+            config: the rollout section.
+            model_path: directory with weights, configuration and tokenizer.
+            max_length: longest prompt and response together, tokens.
+
+        Raises:
+            InputError: if vLLM is not installed.
+        """
+        for name, value in ENVIRONMENT.items():
+            os.environ.setdefault(name, value)
+        try:
+            from vllm import LLM
+        except ImportError as error:
+            raise InputError(
+                f"rollout.engine=vllm: vLLM cannot be imported ({error}); install it (make setup) or set "
+                "rollout.engine=transformers"
+            ) from None
+        self.precision = config.precision
+        self.llm = LLM(
+            model=str(model_path),
+            dtype=str(compute_dtype(config.precision)).removeprefix("torch."),
+            max_model_len=-(-max_length // BLOCK_TOKENS) * BLOCK_TOKENS,
+            enforce_eager=not torch.cuda.is_available(),
+            kv_cache_memory_bytes=config.kv_cache_bytes,
+            max_num_seqs=config.max_concurrent_sequences,
+            enable_prefix_caching=config.prefix_caching,
+            max_logprobs=-1,
+            logprobs_mode="processed_logprobs",
+            worker_extension_cls="trm_repro.rollout.vllm.worker.WorkerExtension",
+            trust_remote_code=False,
+            disable_log_stats=True,
+            use_tqdm_on_load=False,
+            seed=0,
+        )
+        hf_config = self.llm.llm_engine.model_config.hf_config
+        self.vocab_size = int(hf_config.vocab_size)
+        top_k = getattr(hf_config, "num_experts_per_tok", None)
+        self.has_routers = top_k is not None and all(self.llm.collective_rpc("watch_routers", args=(top_k,)))
+        if config.precision in ("int8", "fp8"):
+            self._round_loaded_weights(model_path)
+
+    def load_weights(self, weights: Mapping[str, Tensor]) -> None:
+        """Replace the weights and empty the prefix cache, whose keys and values belong to the old ones."""
+        rounded = {name: round_weight(name, weight, self.precision) for name, weight in weights.items()}
+        self.llm.collective_rpc("load_policy_weights", args=(list(checkpoint_weights(rounded)),))
+        if not self.llm.reset_prefix_cache():
+            raise FaultError("the engine did not empty its prefix cache after a weight sync; rollouts would be stale")
+
+    def sample(self, requests: Sequence[SamplingRequest], settings: SamplingSettings) -> list[Completion]:
+        """Sample one response per request, in order."""
+        from vllm import SamplingParams, TokensPrompt
+
+        prompts = [TokensPrompt(prompt_token_ids=list(request.prompt_ids)) for request in requests]
+        params = [
+            SamplingParams(
+                temperature=settings.temperature,
+                top_p=settings.top_p,
+                max_tokens=settings.max_tokens,
+                seed=request.seed,
+                logprobs=-1 if settings.distribution == "full" else 0,
+                flat_logprobs=True,
+                detokenize=False,
+            )
+            for request in requests
+        ]
+        outputs = self.llm.generate(prompts, params, use_tqdm=False)
+        experts = self._take_experts()
+        return [self._to_completion(output, settings, experts.get(output.request_id)) for output in outputs]
+
+    def _to_completion(
+        self,
+        output: Any,  # noqa: ANN401
+        settings: SamplingSettings,
+        experts: dict[int, Tensor] | None,
+    ) -> Completion:
+        completion = output.outputs[0]
+        token_ids = tuple(completion.token_ids)
+        if not token_ids:
+            raise FaultError("the engine returned an empty response")
+        flat = completion.logprobs
+        starts = np.asarray(flat.start_indices)
+        values = np.asarray(flat.logprobs, dtype=np.float32)
+        distribution = None
+        if settings.distribution == "full":
+            widths = np.asarray(flat.end_indices) - starts
+            rows = np.repeat(np.arange(len(token_ids)), widths)
+            full = np.full((len(token_ids), self.vocab_size), -np.inf, dtype=np.float32)
+            full[rows, np.asarray(flat.token_ids)] = values
+            distribution = torch.from_numpy(full)  # [T, V]
+        routed = None
+        if experts is not None:
+            first = len(output.prompt_token_ids)
+            routed = torch.stack([experts[first + position] for position in range(len(token_ids))])  # [T, L, K]
+        return Completion(
+            token_ids=token_ids,
+            logprobs=torch.from_numpy(values[starts].copy()),  # each token's entries begin with the sampled one
+            log_distribution=distribution,
+            experts=routed,
+            finished=completion.finish_reason == "stop",
+        )
+
+    def _take_experts(self) -> dict[str, dict[int, Tensor]]:
+        if not self.has_routers:
+            return {}
+        recorded: dict[str, dict[int, Tensor]] = self.llm.collective_rpc("take_experts")[0]
+        # Inside the engine a request id carries a random suffix.
+        return {request_id.partition("-")[0]: experts for request_id, experts in recorded.items()}
+
+    def _round_loaded_weights(self, model_path: Path) -> None:
+        """Round the weights vLLM read from disk, as every later sync does."""
+        from transformers import AutoModelForCausalLM
+
+        model = AutoModelForCausalLM.from_pretrained(model_path, dtype=torch.float32, trust_remote_code=False)
+        self.load_weights(model.state_dict())

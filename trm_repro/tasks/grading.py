@@ -1,0 +1,136 @@
+r"""One strict rule for integer answers: the last complete answer marker of a response decides.
+
+A marker is ``\boxed{...}`` or a line ``Answer: ...``. What stands in it, or behind its last equals sign, must be one
+integer, up to wrappers (dollar signs, ``\text{}``, colour, degrees), Unicode forms, leading zeros and thousands
+separators. Text is scanned in linear time and nothing is evaluated: fractions and powers are not worked out.
+"""
+
+import re
+import unicodedata
+
+from trm_repro.tasks.problems import Grade
+
+MAX_RESPONSE_CHARACTERS = 1_000_000
+"""Only the end of a longer response is read."""
+MAX_ANSWER_CHARACTERS = 200
+"""A longer marked answer is not an integer of any problem here."""
+
+_BOXED = "\\boxed"
+_ANSWER_LINE = re.compile(r"\banswer[ \t*_]*[:\uff1a][ \t*_]*\n?([^\n]*)$", re.IGNORECASE | re.MULTILINE)
+_WRAPPER = re.compile(
+    r"^\\(?:text|textbf|mathrm|mathbf|mathit|boxed|fbox|displaystyle|color\s*\{[a-zA-Z]*\})\s*\{(.*)\}$", re.DOTALL
+)
+_INTEGER = re.compile(r"^([+-]?) ?(\d+|\d{1,3}(?:,\d{3})+)$", re.ASCII)
+_MINUS_SIGNS = str.maketrans({"\u2212": "-", "\u2013": "-", "\ufe63": "-", "\uff0d": "-"})
+
+
+def normalize_integer(text: str) -> str | None:
+    r"""Read one integer out of an answer's text.
+
+    Args:
+        text: such as ``$336^\circ$``, ``\text{-07}`` or ``1,024``.
+
+    Returns:
+        Its digits without leading zeros, with a minus where negative (``336``, ``-7``, ``1024``); None when the
+        text is anything but one integer.
+    """
+    if len(text) > MAX_ANSWER_CHARACTERS:
+        return None
+    text = unicodedata.normalize("NFKC", text.translate(_MINUS_SIGNS)).rpartition("=")[2]
+    previous = None
+    while text != previous:
+        previous = text
+        text = text.strip().strip("$").strip().rstrip(".").strip("*_ \t\n")
+        text = text.removeprefix("\\(").removesuffix("\\)").removeprefix("\\[").removesuffix("\\]")
+        for unit in ("^\\circ", "^{\\circ}", "\\degree", "\u00b0", "\\%", "%"):
+            text = text.removesuffix(unit)
+        for space in ("\\,", "\\!", "\\ ", "{,}"):
+            text = text.replace(space, "," if space == "{,}" else "")
+        if wrapped := _WRAPPER.match(text):
+            text = wrapped.group(1)
+        elif text.startswith("{") and text.endswith("}"):
+            text = text[1:-1]
+    matched = _INTEGER.match(text)
+    if matched is None:
+        return None
+    digits = matched.group(2).replace(",", "").lstrip("0") or "0"
+    return f"-{digits}" if matched.group(1) == "-" and digits != "0" else digits
+
+
+def last_marked_answer(response: str) -> str | None:
+    r"""Find the text in the last complete answer marker.
+
+    Args:
+        response: a model's response.
+
+    Returns:
+        What stands in the last ``\boxed{...}`` whose braces close, or on the last ``Answer:`` line, whichever
+        begins later; None when there is neither.
+    """
+    response = response[-MAX_RESPONSE_CHARACTERS:]
+    lines = list(_ANSWER_LINE.finditer(response))
+    line = lines[-1] if lines else None
+    box_start, box = _last_box(response)
+    if line is not None and line.start() > box_start:
+        inner = _last_box(line.group(1))[1]
+        return inner if inner is not None else line.group(1)
+    return box
+
+
+def grade_integer(answer: str, response: str, *, finished: bool = True) -> Grade:
+    """Grade a response to a problem whose answer is an integer.
+
+    Args:
+        answer: the right integer, as text.
+        response: a model's response.
+        finished: whether the response ended by itself; one cut off is wrong.
+
+    Returns:
+        Reward 1 where the last marked answer is the right integer, else 0.
+
+    Raises:
+        ValueError: if ``answer`` is no integer.
+    """
+    gold = normalize_integer(answer)
+    if gold is None:
+        raise ValueError(f"the right answer must be an integer, got {answer[:80]!r}")
+    if not finished:
+        return Grade(reward=0.0, answer=None, reason="cut off")
+    marked = last_marked_answer(response)
+    if marked is None:
+        return Grade(reward=0.0, answer=None, reason="no marked answer")
+    found = normalize_integer(marked)
+    if found is None:
+        return Grade(reward=0.0, answer=marked[:MAX_ANSWER_CHARACTERS].strip(), reason="not one integer")
+    return Grade(reward=float(found == gold), answer=found, reason="correct" if found == gold else "wrong answer")
+
+
+def _last_box(text: str) -> tuple[int, str | None]:
+    """Find the last box whose braces close; returns its start and content, or (-1, None)."""
+    open_boxes: list[tuple[int, int, int]] = []  # (start of the command, start of the content, depth outside)
+    found: tuple[int, str | None] = (-1, None)
+    depth, position = 0, 0
+    while position < len(text):
+        character = text[position]
+        if text.startswith(_BOXED, position):
+            brace = position + len(_BOXED)
+            while brace < len(text) and text[brace] == " ":
+                brace += 1
+            if brace < len(text) and text[brace] == "{":
+                open_boxes.append((position, brace + 1, depth))
+                depth += 1
+                position = brace + 1
+                continue
+        elif character == "\\":
+            position += 2  # an escaped brace is not a brace
+            continue
+        elif character == "{":
+            depth += 1
+        elif character == "}":
+            depth -= 1
+            if open_boxes and open_boxes[-1][2] == depth:
+                start, content, _ = open_boxes.pop()
+                if start > found[0] and not any(outer[0] < start for outer in open_boxes):
+                    found = (start, text[content:position])
+        position += 1
+    return found
