@@ -1,0 +1,1 @@
+"""The commands: one file each, and what they share. `pipelines.cli` dispatches and imports nothing heavy."""

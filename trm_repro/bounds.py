@@ -2,12 +2,13 @@
 
 Shape letters: T response tokens (the length limit); ``...`` any leading axes, which broadcast. Numpy and the
 standard library only; everything is float64, KL is in nats, rewards lie in [0, 1]. The bounded error is
-|J(pi_theta) - J(pi_roll) - L'(pi_theta)|. Without a per-position profile every bound is a closed form, so the
-length costs nothing; with one it is a sum over the last axis. Proofs: docs/theory.md.
+|J(pi_theta) - J(pi_roll) - L'(pi_theta)|. Every bound takes `Divergences` and which constants to use, and returns
+``[...]`` in reward units: a closed form, or a sum over positions where a profile is given. Proofs: docs/theory.md.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Literal, Protocol
+from typing import Literal
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
@@ -18,8 +19,6 @@ Constants = Literal["paper", "sharp"]
 
 ABSOLUTE_SLACK, RELATIVE_SLACK = 1e-12, 1e-9
 """Rounding that is forgiven before two inputs are called inconsistent."""
-
-LARGEST_LENGTH_TRIED = 10**12
 
 _CONSTANT = {"paper": 4.0, "sharp": 2.0}
 _TINY = 1e-300  # stands for 0 in a denominator whose quotient is capped right after
@@ -54,9 +53,8 @@ class Divergences:
 
     def __post_init__(self) -> None:
         """Refuse what no pair of policies can have."""
-        if not np.all((self.length >= 1) & (self.length == np.floor(self.length))):
-            raise ValueError(f"length must be a whole number >= 1, got {self.length}")
-        for name in ("delta", "epsilon", "kl_seq", "tv_seq", "mean_tv", "mean_kl"):
+        _check_length(self.length)
+        for name in ("delta", "epsilon", "mean_tv", "mean_kl", "kl_seq", "tv_seq"):
             _check_not_negative(name, getattr(self, name))
         for name in ("epsilon", "tv_seq", "mean_tv"):
             _check_at_most(name, getattr(self, name), np.ones(()))
@@ -93,6 +91,7 @@ class Divergences:
             ValueError: for a value out of its range, or above what another one allows; rounding is forgiven.
         """
         steps, largest_kl = _float_array(length), _float_array(delta)
+        _check_length(steps)
         largest_tv = pinsker_tv(largest_kl) if epsilon is None else _float_array(epsilon)
         worst_tv = np.minimum(largest_tv, pinsker_tv(largest_kl))
         tv_profile = worst_tv[..., None] if mean_tv is None else np.atleast_1d(_float_array(mean_tv))
@@ -108,21 +107,6 @@ class Divergences:
             mean_tv=tv_profile,
             mean_kl=kl_profile,
         )
-
-
-class Bound(Protocol):
-    """A bound on |Error|; all of them are called alike."""
-
-    def __call__(self, divergences: Divergences, *, constants: Constants = "paper") -> FloatArray:
-        """Compute the bound.
-
-        Args:
-            divergences: all its fields broadcast to a common ``[...]``.
-            constants: as published, or halved.
-
-        Returns:
-            ``[...]`` in reward units.
-        """
 
 
 def pinsker_tv(kl: ArrayLike) -> FloatArray:
@@ -160,15 +144,21 @@ def pinsker_marginal_tv_bound(divergences: Divergences, *, constants: Constants 
     return _constant(constants) * divergences.epsilon * shifts
 
 
-def simplified_pinsker_marginal_bound(divergences: Divergences, *, constants: Constants = "paper") -> FloatArray:
-    """Compute 8/3 T^1.5 eps sqrt(delta/2), or 4/3 T^1.5 delta where epsilon is not below sqrt(delta/2).
+def simplified_pinsker_marginal_kl_bound(divergences: Divergences, *, constants: Constants = "paper") -> FloatArray:
+    """Compute 4/3 T^1.5 delta, never below the sum; a delta above 2 counts as 2, where Pinsker's TV reaches 1.
 
-    Never below the sums; a delta above 2 counts as 2. Source: TRM (arXiv 2512.23075v3), Pinsker-Marginal bound,
-    TV and KL form, simplified.
+    Source: TRM (arXiv 2512.23075v3), Pinsker-Marginal bound, KL form, simplified.
     """
-    root = pinsker_tv(divergences.delta)
-    product = root * np.minimum(divergences.epsilon, root)
-    return np.asarray(_constant(constants) * 2 / 3 * divergences.length**1.5 * product)
+    return _constant(constants) * 2 / 3 * divergences.length**1.5 * pinsker_tv(divergences.delta) ** 2
+
+
+def simplified_pinsker_marginal_tv_bound(divergences: Divergences, *, constants: Constants = "paper") -> FloatArray:
+    """Compute 8/3 T^1.5 eps sqrt(delta/2), never below the sum; a delta above 2 counts as 2.
+
+    Source: TRM (arXiv 2512.23075v3), Pinsker-Marginal bound, TV form, simplified.
+    """
+    tv_product = divergences.epsilon * pinsker_tv(divergences.delta)
+    return _constant(constants) * 2 / 3 * divergences.length**1.5 * tv_product
 
 
 def mixed_kl_bound(divergences: Divergences, *, constants: Constants = "paper") -> FloatArray:
@@ -228,11 +218,13 @@ def trivial_bound(divergences: Divergences) -> FloatArray:
     return divergences.tv_seq + _total(divergences.mean_tv, divergences.length)
 
 
-BOUNDS: dict[str, Bound] = {
+BOUNDS: dict[str, Callable[..., FloatArray]] = {
     "classical": classical_bound,
     "coupling": coupling_bound,
     "pinsker_marginal_kl": pinsker_marginal_kl_bound,
     "pinsker_marginal_tv": pinsker_marginal_tv_bound,
+    "simplified_pinsker_marginal_kl": simplified_pinsker_marginal_kl_bound,
+    "simplified_pinsker_marginal_tv": simplified_pinsker_marginal_tv_bound,
     "mixed_kl": mixed_kl_bound,
     "mixed_tv": mixed_tv_bound,
     "adaptive_kl": adaptive_kl_bound,
@@ -240,7 +232,7 @@ BOUNDS: dict[str, Bound] = {
     "adaptive_hybrid": adaptive_hybrid_bound,
     "prefix_adaptive": prefix_adaptive_bound,
 }
-"""Every bound that has a constant to halve, except the simplified forms."""
+"""Every bound that has a constant to halve."""
 
 PAPER_UNIFIED = ("coupling", "pinsker_marginal_kl", "pinsker_marginal_tv", "mixed_kl", "mixed_tv", "adaptive_hybrid")
 """The six whose minimum the paper calls Unified."""
@@ -286,10 +278,6 @@ class KnownLimits:
         tv_seq = None if self.tv_seq is None else np.minimum(self.tv_seq, total_tv)
         return Divergences.at_most(length, delta, epsilon=self.epsilon, kl_seq=kl_seq, tv_seq=tv_seq)
 
-    def is_unified_below_one(self, length: float, delta: float, constants: Constants) -> bool:
-        """Ask whether the unified bound is below 1, the whole reward range."""
-        return bool(unified_bound(self.at(length, delta), constants=constants) < 1)
-
 
 def largest_delta(length: int, known: KnownLimits, *, constants: Constants = "paper") -> float:
     """Find by bisection the delta below which the unified bound is below 1.
@@ -302,13 +290,8 @@ def largest_delta(length: int, known: KnownLimits, *, constants: Constants = "pa
     Returns:
         Nats, to 12 digits; infinity when the bound is below 1 whatever delta is.
     """
-    low, high = 1e-40, 2.0  # from delta = 2 on Pinsker says nothing and the bound stays the same
-    if known.is_unified_below_one(length, high, constants):
-        return float(np.inf)
-    while high / low > 1 + 1e-13:
-        middle = float(np.sqrt(low * high))
-        low, high = (middle, high) if known.is_unified_below_one(length, middle, constants) else (low, middle)
-    return low
+    # From delta = 2 on Pinsker says nothing and the bound stays the same.
+    return _last_below_one(lambda delta: known.at(length, delta), 1e-40, 2.0, constants)
 
 
 def largest_length(delta: float, known: KnownLimits, *, constants: Constants = "paper") -> float:
@@ -320,15 +303,26 @@ def largest_length(delta: float, known: KnownLimits, *, constants: Constants = "
         constants: as published, or halved.
 
     Returns:
-        A whole number >= 1 (at T = 1 there is no error); infinity when it is above `LARGEST_LENGTH_TRIED`.
+        A whole number >= 1 (at T = 1 there is no error); infinity when it is above 1e12.
     """
-    low, high = 1, LARGEST_LENGTH_TRIED
-    if known.is_unified_below_one(high, delta, constants):
+    length = _last_below_one(lambda steps: known.at(np.floor(steps), delta), 1.0, 1e12, constants)
+    return float(np.floor(length))
+
+
+def _last_below_one(
+    divergences_at: Callable[[float], Divergences], low: float, high: float, constants: Constants
+) -> float:
+    """Bisect, in logarithms, for where the unified bound reaches 1; infinity when it does not up to high."""
+
+    def is_below(value: float) -> bool:
+        return bool(unified_bound(divergences_at(value), constants=constants) < 1)
+
+    if is_below(high):
         return float(np.inf)
-    while high - low > 1:
-        middle = (low + high) // 2
-        low, high = (middle, high) if known.is_unified_below_one(middle, delta, constants) else (low, middle)
-    return float(low)
+    while high / low > 1 + 1e-13:
+        middle = float(np.sqrt(low * high))
+        low, high = (middle, high) if is_below(middle) else (low, middle)
+    return low
 
 
 def _float_array(values: ArrayLike) -> FloatArray:
@@ -339,6 +333,11 @@ def _constant(constants: Constants) -> float:
     if constants not in _CONSTANT:
         raise ValueError(f"constants must be paper or sharp, got {constants}")
     return _CONSTANT[constants]
+
+
+def _check_length(length: FloatArray) -> None:
+    if not np.all((length >= 1) & (length == np.floor(length))):
+        raise ValueError(f"length must be a whole number >= 1, got {length.min():g}")
 
 
 def _check_not_negative(name: str, values: FloatArray) -> None:

@@ -127,17 +127,17 @@ class WarmStartConfig:
     """Stop when the chance of writing the exact solution at temperature 1 reaches this."""
     learning_rate: float = 3e-3
     """Peak rate of AdamW."""
-    cosine_steps: int = 900
+    cosine_steps: int = 1200
     """Steps over which the rate falls to a tenth of its peak."""
-    max_steps: int = 2000
+    max_steps: int = 3000
     """Give up after this many steps."""
-    tokens_per_step: int = 6400
+    tokens_per_step: int = 1600
     """Response tokens in one supervised batch, about."""
     min_operands: int = 3
     """Curriculum: fewest operands."""
-    max_operands: int = 20
+    max_operands: int = 14
     """Curriculum: most operands, reached half-way through cosine_steps."""
-    check_every: int = 20
+    check_every: int = 10
     """Steps between two measurements of the pass rate."""
     num_problems: int = 256
     """Problems on which the pass rate is measured."""

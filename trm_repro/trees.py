@@ -1,4 +1,6 @@
-"""Exact checks of the bounds: random pairs of policies small enough to enumerate every response.
+"""Exact checks of the bounds: random autoregressive trees, small enough to enumerate every response.
+
+A tree is a pair of policies: the next-token distributions of pi_roll and pi_theta in every context.
 
 Shape letters: N pairs, P prompts, V vocabulary, T response tokens, C = V^(t-1) contexts at position t,
 S = V^T responses; context c followed by token v is context c V + v one position later. A finished response
@@ -10,26 +12,19 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from trm_repro.bounds import (
-    ABSOLUTE_SLACK,
-    RELATIVE_SLACK,
-    Constants,
-    Divergences,
-    FloatArray,
-    every_bound,
-)
+from trm_repro.bounds import ABSOLUTE_SLACK, RELATIVE_SLACK, Constants, Divergences, FloatArray, every_bound
 
 BoolArray = NDArray[np.bool_]
 
-MAX_RESPONSES = 1024
-"""Largest V^T drawn at random."""
+MAX_LENGTH = 10
+"""Largest T drawn; no more than 2^10 responses are enumerated."""
 
-_SMALLEST_WEIGHT = 1e-30  # keeps products of six probabilities far from underflow
+_SMALLEST_WEIGHT = 1e-30  # keeps a product of ten probabilities above underflow
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class PolicyPairs:
-    """N pairs of policies with the same vocabulary, length and number of prompts.
+    """N pairs of policies (trees) with the same vocabulary, length and number of prompts.
 
     Example, one pair with one prompt, V = 2 and T = 1: ``prompt_weights = [[1.]]``,
     ``rollout = ([[[[0.5, 0.5]]]],)``, ``policy = ([[[[0.6, 0.4]]]],)``.
@@ -84,7 +79,7 @@ def draw_policy_pairs(
         N pairs.
 
     Raises:
-        ValueError: if the length leaves more than `MAX_RESPONSES` responses even with two tokens.
+        ValueError: if the length is not from 1 to `MAX_LENGTH`.
     """
     num_tokens, length = _draw_shape(rng, length)
     num_prompts = int(rng.integers(1, 4))
@@ -126,7 +121,7 @@ def unsupported_mass(pairs: PolicyPairs) -> FloatArray:
 
 
 def token_kl(pairs: PolicyPairs) -> list[FloatArray]:
-    """Compute KL(pi_roll || pi_theta) at every context: T arrays ``[N, P, C]``, infinite where pi_theta drops a token."""
+    """Compute KL(pi_roll || pi_theta) at every context: T arrays ``[N, P, C]``; infinite if a token is dropped."""
     with np.errstate(divide="ignore", invalid="ignore"):
         terms = [np.where(p > 0, p * np.log(p / q), 0.0) for p, q in zip(pairs.rollout, pairs.policy, strict=True)]
     return [np.maximum(term.sum(axis=-1), 0.0) for term in terms]
@@ -177,13 +172,13 @@ def response_ratio_sums(pairs: PolicyPairs) -> FloatArray:
 
 def largest_response_kl(pairs: PolicyPairs) -> FloatArray:
     """Compute max_t KL(c_t) of every response, the quantity of TRM-Max: ``[N, P, S]``, nats."""
-    return _per_response(pairs, [kl[..., None] for kl in token_kl(pairs)]).max(axis=-1)
+    return np.asarray(_per_response(pairs, [kl[..., None] for kl in token_kl(pairs)]).max(axis=-1))
 
 
 def advantages(pairs: PolicyPairs, rewards: FloatArray) -> FloatArray:
     """Compute R - E_roll[R | prompt] from rewards ``[N, P, S]``: ``[N, P, S]``."""
     probability = prefix_probabilities(np.ones_like(pairs.prompt_weights), pairs.rollout)[-1]  # given the prompt
-    return rewards - (probability * rewards).sum(axis=-1, keepdims=True)
+    return np.asarray(rewards - (probability * rewards).sum(axis=-1, keepdims=True))
 
 
 def improvement(pairs: PolicyPairs, rewards: FloatArray) -> FloatArray:
@@ -223,7 +218,7 @@ def worst_error(pairs: PolicyPairs) -> FloatArray:
     sum to 0 and both signs are as bad; with holes the larger one counts.
     """
     weights = error_weights(pairs)
-    return np.maximum(np.maximum(weights, 0).sum(axis=(1, 2)), np.maximum(-weights, 0).sum(axis=(1, 2)))
+    return np.asarray(np.maximum(np.maximum(weights, 0).sum(axis=(1, 2)), np.maximum(-weights, 0).sum(axis=(1, 2))))
 
 
 def check_bounds(error: FloatArray, divergences: Divergences, *, constants: Constants) -> dict[str, BoundCheck]:
@@ -327,10 +322,10 @@ def _draw_shape(rng: np.random.Generator, length: int | None) -> tuple[int, int]
     num_tokens = int(rng.integers(2, 5))
     if length is None:
         length = int(rng.integers(2, 7))
-    while num_tokens**length > MAX_RESPONSES and num_tokens > 2:
+    if not 1 <= length <= MAX_LENGTH:
+        raise ValueError(f"length must be from 1 to {MAX_LENGTH}, got {length}")
+    while num_tokens**length > 2**MAX_LENGTH:
         num_tokens -= 1
-    if num_tokens**length > MAX_RESPONSES:
-        raise ValueError(f"length must be <= {MAX_RESPONSES.bit_length() - 1}, got {length}")
     return num_tokens, length
 
 
@@ -389,4 +384,4 @@ def _reached(pairs: PolicyPairs, values: list[FloatArray]) -> list[FloatArray]:
 
 def _largest(values: list[FloatArray]) -> FloatArray:
     """Take the largest entry of T arrays ``[N, P, C]`` for each pair: ``[N]``."""
-    return np.max([value.max(axis=(1, 2)) for value in values], axis=0)
+    return np.asarray(np.max([value.max(axis=(1, 2)) for value in values], axis=0))

@@ -44,8 +44,8 @@ class Probe:
     """Compares an engine with the policy whose weights it was given.
 
     The engine's noise changes with the weights, so it is not fixed once: `start` measures how large the engine's
-    gap is compared with the gap that the engine's precision alone makes in the policy, and `check` scales the
-    latter, measured at the current weights, by that ratio.
+    gap is compared with the gap that rounding the weights and computing in the engine's dtype makes in the policy;
+    `check` measures the latter at the current weights and scales it by that ratio.
     """
 
     def __init__(

@@ -1,0 +1,168 @@
+"""The report as Markdown: what was run, what came out, what showed and what did not."""
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+import pandas as pd
+
+from evaluation.figures import FIGURES, arm_order
+from evaluation.outcomes import RunOutcome, count_showings
+
+SCORE_NAME = "held-out score (greedy pass rate)"
+ENOUGH_SEEDS = 5
+STAGES = ("sync", "rollout", "mask", "update", "evaluate", "record")
+
+
+def summary_table(outcomes: Sequence[RunOutcome]) -> str:
+    """Lay the runs out as a Markdown table, arm by arm, one line a run: no mean hides a seed.
+
+    Args:
+        outcomes: of all runs.
+
+    Returns:
+        The table.
+    """
+    lines = [
+        "| arm | seed | steps | score: start | final | best | PPL gap, last quarter | kept | outcome |",
+        "|---|---|---|---|---|---|---|---|---|",
+    ]
+    for arm in arm_order(list({outcome.arm for outcome in outcomes})):
+        for run in sorted((o for o in outcomes if o.arm == arm), key=lambda o: o.seed):
+            lines.append(
+                f"| {run.arm} | {run.seed} | {run.num_steps} | {run.start_score:.2f} | {run.final_score:.2f} "
+                f"| {run.best_score:.2f} | {run.final_gap:.1e} | {run.acceptance:.2f} | {run.verdict} |"
+            )
+    return "\n".join(lines)
+
+
+def showings_table(outcomes: list[RunOutcome]) -> str:
+    """Say for each thing the paper's figures show in how many seeds it showed here."""
+    lines = ["| | what the figure shows | here |", "|---|---|---|"]
+    for showing, num_holding, num_seeds in count_showings(outcomes):
+        result = f"in {num_holding} of {num_seeds} seeds" if num_seeds else "not run"
+        lines.append(f"| {showing.figure} | {showing.statement} | {result} |")
+    return "\n".join(lines)
+
+
+def render_report(
+    points: pd.DataFrame,
+    outcomes: list[RunOutcome],
+    figures: Sequence[Path],
+    *,
+    name: str,
+    settings: Mapping[str, object],
+    environment: Mapping[str, str],
+) -> str:
+    """Write the report.
+
+    Args:
+        points: frame of points.
+        outcomes: of all runs.
+        figures: files of the figures, in the report's folder or below it.
+        name: of the experiment.
+        settings: the settings that matter, by dotted key.
+        environment: versions and machine.
+
+    Returns:
+        Markdown.
+    """
+    num_seeds = len({outcome.seed for outcome in outcomes})
+    parts = [
+        f"# {name}: PPO clipping against Trust Region Masking",
+        "Every number below is read from MLflow and comes from runs of this experiment.",
+        "## What showed and what did not",
+        showings_table(outcomes),
+        _caution(num_seeds),
+        "## Runs",
+        summary_table(outcomes),
+        "The score is the share of held-out problems answered right, greedily. The PPL gap is "
+        "mean over sequences of |mean_t log pi_theta - mean_t log pi_roll|, in nats per token, each sequence measured "
+        "just before the update that uses it. A policy that has collapsed can have a small gap again: read it together "
+        "with the score. Collapsed: final score below half of the start; improved or fell: by more than 0.05.",
+        "## Figures",
+        *_figure_lines(figures),
+        "## Engine against trainer",
+        _engine_lines(points),
+        "## Who is kept",
+        _acceptance_table(points),
+        "## Where the time goes",
+        _time_table(points),
+        "## Settings",
+        _two_columns("setting", settings),
+        "## Environment",
+        _two_columns("", environment),
+    ]
+    return "\n\n".join(parts) + "\n"
+
+
+def _caution(num_seeds: int) -> str:
+    if num_seeds >= ENOUGH_SEEDS:
+        return f"{num_seeds} seeds; each has its own starting policy, training prompts and held-out problems."
+    return (
+        f"{num_seeds} seeds are too few for more than an indication. Each seed has its own starting policy, training "
+        "prompts and held-out problems. The learning rate, staleness and optimizer are those at which the arms "
+        "separate in earlier trials on other seeds; at other settings they need not."
+    )
+
+
+def _figure_lines(figures: Sequence[Path]) -> list[str]:
+    titles = {plan.name: plan.title for plan in FIGURES}
+    lines = []
+    for file in figures:
+        if file.suffix == ".png":
+            relative = f"{file.parent.name}/{file.name}"
+            lines.append(f"**{titles[file.stem]}**\n\n![{titles[file.stem]}]({relative})")
+    if lines:
+        lines.append("The points of each figure, with the MLflow run of each, are in the CSV file beside it.")
+    return lines
+
+
+def _engine_lines(points: pd.DataFrame) -> str:
+    first = points[(points.step == 1)]
+    lines = []
+    for metric, meaning in (
+        ("divergence/ppl_gap", "PPL gap in the first step"),
+        ("divergence/kl_mean", "mean token KL in the first step"),
+        ("divergence/kl_max", "largest token KL in the first step"),
+        ("router/agreement_fraction", "share of tokens routed alike in every layer, first step"),
+    ):
+        values = first[first.metric == metric].value
+        if not values.empty:
+            lines.append(f"- {meaning}: {values.min():.1e} to {values.max():.1e} over {len(values)} runs")
+    note = "The first step's rollouts come from the starting weights, but its later updates are already off-policy."
+    return "\n".join([*lines, "", note])
+
+
+def _acceptance_table(points: pd.DataFrame) -> str:
+    names = ("correct", "wrong", "short", "long")
+    lines = ["| arm | " + " | ".join(f"{name} kept" for name in names) + " |", "|---|" + "---|" * len(names)]
+    for arm in arm_order(list(points.arm.unique())):
+        cells = []
+        for name in names:
+            values = points[(points.arm == arm) & (points.metric == f"mask/kept_{name}_fraction")].value
+            cells.append("" if values.empty else f"{values.mean():.2f} ({values.min():.2f} to {values.max():.2f})")
+        lines.append(f"| {arm} | " + " | ".join(cells) + " |")
+    return "\n".join([*lines, "", "Mean over steps and seeds, with the smallest and largest step in brackets."])
+
+
+def _time_table(points: pd.DataFrame) -> str:
+    lines = ["| stage | mean seconds per step | share of the step |", "|---|---|---|"]
+    means = {
+        stage: float(points[points.metric == f"time/{stage}_seconds"].value.mean())
+        for stage in STAGES
+        if not points[points.metric == f"time/{stage}_seconds"].empty
+    }
+    total = float(points[points.metric == "time/step_seconds"].value.mean())
+    for stage, seconds in means.items():
+        lines.append(f"| {stage} | {seconds:.3f} | {seconds / total:.0%} |")
+    lines.append(f"| whole step | {total:.3f} | |")
+    throughput = points[points.metric == "throughput/step_tokens_per_second"].value
+    if not throughput.empty:
+        lines.append(
+            f"\nOne process trains on {throughput.median():.0f} tokens a second (median), evaluation left out."
+        )
+    return "\n".join(lines)
+
+
+def _two_columns(head: str, values: Mapping[str, object]) -> str:
+    return "\n".join([f"| {head} | |", "|---|---|", *(f"| {key} | {value} |" for key, value in values.items())])

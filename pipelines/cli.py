@@ -1,0 +1,65 @@
+"""The command line: `trm-repro COMMAND ...`. Commands are imported when they are called."""
+
+import argparse
+import importlib
+import sys
+
+from trm_repro import __version__
+from trm_repro.errors import FaultError, InputError
+
+COMMANDS = {
+    "reproduce": "run every arm with every seed, then draw the figures and write the report",
+    "train": "train one arm with one seed",
+    "rollout": "sample one step's rollouts from a policy and write a shard",
+    "mask": "score a shard with a policy and write the masks of its first update",
+    "update": "train one step on a shard and write masks and the new policy",
+    "evaluate": "score a policy on held-out problems or on a file such as AIME25",
+    "report": "draw figures and write the report from MLflow",
+    "bounds": "print the paper's bounds and ours, Table 1 among them",
+}
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Run a command.
+
+    Args:
+        argv: arguments; those of the process when None.
+
+    Returns:
+        0 when done, 1 when a run had to stop, 2 for bad input.
+    """
+    parser = argparse.ArgumentParser(
+        prog="trm-repro", description="Reproduce, audit and build on Trust Region Masking (arXiv 2512.23075)."
+    )
+    parser.add_argument("--version", action="version", version=f"trm-repro {__version__}")
+    parser.add_argument("command", choices=COMMANDS, metavar="COMMAND", help=_command_list())
+    arguments, rest = parser.parse_known_args(argv[:1] if argv is not None else sys.argv[1:2])
+    module = importlib.import_module(f"pipelines.{arguments.command}")
+    command_parser = argparse.ArgumentParser(prog=f"trm-repro {arguments.command}", description=module.HELP)
+    module.configure(command_parser)
+    rest = list(argv[1:] if argv is not None else sys.argv[2:])
+    try:
+        return int(module.run(command_parser.parse_args(rest)))
+    except InputError as error:
+        return _fail(str(error), 2)
+    except OSError as error:
+        if error.filename is None:
+            raise
+        return _fail(f"{error.filename}: {error.strerror}", 2)
+    except FaultError as error:
+        return _fail(f"stopped: {error}", 1)
+    except KeyboardInterrupt:
+        return _fail("interrupted; the same command goes on from the last finished step", 130)
+
+
+def _fail(message: str, code: int) -> int:
+    sys.stderr.write(f"trm-repro: {' '.join(message.split())}\n")
+    return code
+
+
+def _command_list() -> str:
+    return "; ".join(f"{name}: {meaning}" for name, meaning in COMMANDS.items())
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,164 @@
+"""The callback that ends each step: snapshot, evaluation, metrics, masks, checkpoint."""
+
+import os
+import time
+
+import lightning as L  # noqa: N812
+import torch
+
+from evaluation.scores import average_at_k, score_problems
+from pipelines.run_directory import RunDirectory
+from pipelines.session import Session
+from pipelines.spool import MetricsSpool, SpoolEntry
+from trm_repro.config import RunConfig, derive_seed
+from trm_repro.datamodule import RolloutDataModule, shard_name
+from trm_repro.module import TRMModule
+from trm_repro.rollout import SamplingSettings
+from trm_repro.rollout.sampler import encode_prompt
+from trm_repro.shards import MaskRow, write_masks
+from trm_repro.stage_clock import StageClock
+from trm_repro.step_metrics import UpdateRecord, step_metrics
+
+SAVE_STAGES = ("sync", "rollout", "mask", "update", "evaluate", "record")
+
+
+class StepRecorder(L.Callback):
+    """Writes a run's files, so that the run can go on from its last finished step."""
+
+    def __init__(self, config: RunConfig, directory: RunDirectory, session: Session) -> None:
+        """Open the run's spool."""
+        self.config = config
+        self.directory = directory
+        self.session = session
+        self.spool = MetricsSpool(directory.spool_file)
+        self.clock = StageClock()
+        self.step_began = time.perf_counter()
+
+    def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        """Score the starting policy."""
+        if trainer.current_epoch == 0:
+            self.evaluate(trainer, version=0)
+        self.step_began = time.perf_counter()
+
+    def on_train_epoch_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        """Finish a step; the checkpoint comes last, so that what it says is on disk."""
+        assert isinstance(pl_module, TRMModule)
+        data: RolloutDataModule = trainer.datamodule
+        step, records = trainer.current_epoch, pl_module.records
+        data.take_snapshot(step + 1)
+        with self.clock.measure("record"):
+            write_masks(self.directory.masks / shard_name(step), mask_rows(records), step)
+            metrics = step_metrics(records, self.config.loss)
+        is_due = (step + 1) % self.config.evaluation.every_steps == 0
+        if is_due or step + 1 == self.config.num_steps:
+            self.evaluate(trainer, version=step + 1)
+        metrics |= self.probe_metrics()
+        timings, spans = self.timings(metrics["rollout/num_tokens"], data, pl_module)
+        num_kept = [int(record.sequence_mask.sum()) for record in records]
+        self.spool.append(
+            SpoolEntry(
+                step=step + 1,
+                kind="train",
+                time=time.time(),
+                metrics=metrics | timings,
+                num_kept=num_kept,
+                spans=spans,
+            )
+        )
+        self.save_checkpoint(trainer)
+        self.remove_old_shards(step)
+
+    def evaluate(self, trainer: L.Trainer, version: int) -> None:
+        """Score the newest policy on held-out problems: greedily, and by sampling."""
+        data: RolloutDataModule = trainer.datamodule
+        assert data.sampler is not None
+        settings = self.config.evaluation
+        snapshot_version, weights = data.snapshots[-1]
+        assert snapshot_version == version
+        with self.clock.measure("evaluate"):
+            self.session.engine.sync(weights, run=data.run_name, version=version)
+            limit = self.config.rollout.max_prompt_tokens
+            questions = [
+                (problem, encode_prompt(problem.prompt, self.session.tokenizer, limit))
+                for problem in data.sampler.held_out
+            ]
+            greedy = score_problems(
+                self.session.engine,
+                self.session.tokenizer,
+                data.sampler.task,
+                questions[: settings.num_problems],
+                num_samples=1,
+                settings=SamplingSettings(max_tokens=settings.max_response_tokens, temperature=0.0),
+            )
+            sampled = score_problems(
+                self.session.engine,
+                self.session.tokenizer,
+                data.sampler.task,
+                questions[: settings.num_sampled_problems],
+                num_samples=settings.num_samples,
+                settings=SamplingSettings(
+                    max_tokens=settings.max_response_tokens,
+                    temperature=settings.temperature,
+                    top_p=settings.top_p,
+                ),
+                seed=derive_seed(self.config.seed, "evaluation", version),
+            )
+        metrics = {"score/greedy": average_at_k(greedy), "score/avg_at_k": average_at_k(sampled)}
+        self.spool.append(SpoolEntry(step=version, kind="evaluate", time=time.time(), metrics=metrics))
+
+    def probe_metrics(self) -> dict[str, float]:
+        """Return the last comparison of engine and policy."""
+        reading = self.session.engine.reading
+        return {"probe/gap": reading.gap, "probe/threshold": reading.threshold}
+
+    def timings(
+        self, num_tokens: float, data: RolloutDataModule, module: TRMModule
+    ) -> tuple[dict[str, float], list[tuple[str, float, float]]]:
+        """Collect the step's stage times."""
+        seconds: dict[str, float] = {}
+        spans: list[tuple[str, float, float]] = []
+        for clock in (data.clock, module.clock, self.clock):
+            stage_seconds, stage_spans = clock.take()
+            seconds |= stage_seconds
+            spans += stage_spans
+        now = time.perf_counter()
+        step_seconds, self.step_began = now - self.step_began, now
+        metrics = {f"time/{stage}_seconds": seconds.get(stage, 0.0) for stage in SAVE_STAGES}
+        metrics["time/step_seconds"] = step_seconds
+        metrics["throughput/rollout_tokens_per_second"] = num_tokens / max(seconds.get("rollout", 0.0), 1e-9)
+        training_seconds = max(step_seconds - seconds.get("evaluate", 0.0), 1e-9)
+        metrics["throughput/step_tokens_per_second"] = num_tokens / training_seconds
+        return metrics, spans
+
+    def save_checkpoint(self, trainer: L.Trainer) -> None:
+        """Replace the checkpoint whole or not at all."""
+        with self.clock.measure("record"):
+            partial = self.directory.checkpoint.with_suffix(".partial")
+            trainer.save_checkpoint(partial)
+            os.replace(partial, self.directory.checkpoint)
+
+    def remove_old_shards(self, step: int) -> None:
+        """Delete the previous step's files unless they are among those to keep."""
+        previous = step - 1
+        if previous >= 0 and previous % self.config.output.keep_shards_every != 0:
+            (self.directory.shards / shard_name(previous)).unlink(missing_ok=True)
+            (self.directory.masks / shard_name(previous)).unlink(missing_ok=True)
+
+
+def mask_rows(records: list[UpdateRecord]) -> list[MaskRow]:
+    """Take the decisions of a step's updates apart, sequence by sequence, without padding."""
+    rows = []
+    for update, record in enumerate(records):
+        batch, measurement = record.batch, record.measurement
+        for index in range(batch.num_sequences):
+            is_token: torch.Tensor = batch.response_mask[index]
+            rows.append(
+                MaskRow(
+                    update=update,
+                    sequence_id=int(batch.sequence_ids[index]),
+                    kept=bool(record.sequence_mask[index]),
+                    policy_logprobs=measurement.policy_logprobs[index][is_token].cpu(),
+                    token_kl=None if measurement.kl is None else measurement.kl[index][is_token].cpu(),
+                )
+            )
+    return rows

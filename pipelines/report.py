@@ -1,0 +1,66 @@
+"""`trm-repro report`: figures, summary and report.md from MLflow alone."""
+
+import argparse
+import dataclasses
+import sys
+from pathlib import Path
+
+from pipelines.arguments import add_config_arguments, config_from
+from pipelines.environment import describe_environment
+from pipelines.run_directory import write_atomically
+from trm_repro.config import RunConfig
+
+HELP = "draw the figures and write the report of an experiment, from MLflow"
+SHOWN_SECTIONS = ("task", "policy", "rollout", "loss", "update", "evaluation")
+
+
+def configure(parser: argparse.ArgumentParser) -> None:
+    """Add the command's arguments."""
+    add_config_arguments(parser)
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Run the command."""
+    config = config_from(arguments)
+    for file in write_report(config):
+        sys.stdout.write(f"{file}\n")
+    return 0
+
+
+def write_report(config: RunConfig) -> list[Path]:
+    """Write figures, summary.txt and report.md into the output folder.
+
+    Args:
+        config: names the output folder and the tracking server.
+
+    Returns:
+        The files written.
+
+    Raises:
+        InputError: if MLflow has no runs of this experiment.
+    """
+    import pandas as pd
+
+    from evaluation.figures import save_figures
+    from evaluation.outcomes import REPORTED_METRICS, run_outcomes
+    from evaluation.report import SCORE_NAME, render_report, showings_table, summary_table
+    from pipelines.tracking import flatten, read_points
+
+    folder = Path(config.output.dir)
+    columns = ["arm", "seed", "run_id", "metric", "step", "value"]
+    points = pd.DataFrame(read_points(config, list(REPORTED_METRICS)), columns=columns)
+    outcomes = run_outcomes(points)
+    figures = save_figures(points, folder / "figures", score_name=SCORE_NAME)
+    sections = {name: dataclasses.asdict(getattr(config, name)) for name in SHOWN_SECTIONS}
+    settings = {"num_steps": config.num_steps, **dict(flatten(sections))}
+    report = render_report(
+        points,
+        outcomes,
+        figures,
+        name=config.name,
+        settings=settings,
+        environment=describe_environment(),
+    )
+    write_atomically(folder / "report.md", report)
+    write_atomically(folder / "summary.txt", f"{summary_table(outcomes)}\n\n{showings_table(outcomes)}\n")
+    return [folder / "report.md", folder / "summary.txt", *figures]

@@ -1,0 +1,278 @@
+"""`trm-repro reproduce`: every arm with every seed, then figures and report; goes on where it was.
+
+Worker processes train; only this process writes to MLflow.
+"""
+
+import argparse
+import multiprocessing
+import os
+import sys
+from dataclasses import dataclass, field
+from multiprocessing.connection import Connection, wait
+from multiprocessing.context import SpawnProcess
+from pathlib import Path
+
+from tqdm import tqdm
+
+from pipelines.arguments import add_config_arguments, split_settings
+from pipelines.run_directory import RunDirectory
+from pipelines.worker import Job, Outcome, worker_main
+from trm_repro.config import RunConfig, load_arm, load_config
+from trm_repro.errors import InputError
+
+HELP = "run every arm with every seed, then draw the figures and write the report"
+POLL_SECONDS = 2.0
+
+
+def configure(parser: argparse.ArgumentParser) -> None:
+    """Add the command's arguments."""
+    add_config_arguments(parser)
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Run the command."""
+    from pipelines.report import write_report
+    from pipelines.tracking import Tracker
+
+    files, overrides = split_settings(arguments.settings)
+    config = load_config(files, overrides)
+    directories = plan_runs(config, files, overrides)
+    for directory in directories:
+        directory.prepare()
+    tracker = Tracker(config)
+    parent_run = tracker.open_parent(config)
+    schedule = Schedule(directories)
+    failures = Pool(config, tracker, parent_run, schedule).run()
+    files_written = write_report(config)
+    tracker.log_files(parent_run, [file for file in files_written if file.is_file()], "report")
+    tracker.close_parent(parent_run, "FAILED" if failures else "FINISHED")
+    sys.stdout.write((Path(config.output.dir) / "summary.txt").read_text(encoding="utf-8"))
+    sys.stdout.write(f"report: {Path(config.output.dir) / 'report.md'}\nMLflow: mlflow ui --backend-store-uri ")
+    sys.stdout.write(f"{tracker.uri}\n")
+    for name, error in failures.items():
+        sys.stdout.write(f"stopped: {name}: {error}\n")
+    return 1 if failures else 0
+
+
+def plan_runs(config: RunConfig, files: list[str], overrides: list[str]) -> list[RunDirectory]:
+    """Load the configuration of each run, arm by arm and seed by seed.
+
+    Args:
+        config: names arms and seeds.
+        files: configuration files, merged before the arm's.
+        overrides: ``key=value``, merged last.
+
+    Returns:
+        The runs' folders.
+
+    Raises:
+        InputError: if an arm is unknown, or a random control's reference is not among the arms.
+    """
+    plain = [override for override in overrides if override.partition("=")[0] not in ("seed", "arm")]
+    runs = [
+        RunDirectory(load_arm(arm, files, [*plain, f"seed={seed}"]))
+        for seed in config.reproduce.seeds
+        for arm in config.reproduce.arms
+    ]
+    for directory in runs:
+        reference = directory.config.mask.reference_arm
+        if reference is not None and reference not in config.reproduce.arms:
+            raise InputError(
+                f"arm {directory.config.arm} copies the rate of {reference}; add {reference} to reproduce.arms"
+            )
+    return runs
+
+
+class Schedule:
+    """Which job can start next: warm starts first, a random control after the arm it copies."""
+
+    def __init__(self, directories: list[RunDirectory]) -> None:
+        """Take stock of what is done already."""
+        self.pending = [directory for directory in directories if not directory.is_finished]
+        self.all = directories
+        self.finished = {directory.name for directory in directories if directory.is_finished}
+        self.warm: set[int] = set()
+        self.warming: set[int] = set()
+
+    def next_job(self) -> tuple[Job, RunDirectory] | None:
+        """Take the next job that can start now; None when nothing can, or nothing is left."""
+        from pipelines.train import reference_num_kept
+
+        for directory in self.pending:
+            seed = directory.config.seed
+            if seed not in self.warm | self.warming and directory.config.policy.path is None:
+                self.warming.add(seed)
+                return Job(kind="warm_start", config=directory.config), directory
+        for directory in self.pending:
+            config = directory.config
+            reference = config.mask.reference_arm
+            waits = reference is not None and f"{reference}/seed_{config.seed}" not in self.finished
+            if waits or (config.seed in self.warming):
+                continue
+            self.pending.remove(directory)
+            return Job(kind="train", config=config, num_kept=reference_num_kept(config)), directory
+        return None
+
+    def finish(self, job: Job, directory: RunDirectory) -> None:
+        """Note that a job is done."""
+        if job.kind == "warm_start":
+            self.warming.discard(job.config.seed)
+            self.warm.add(job.config.seed)
+        else:
+            self.finished.add(directory.name)
+
+    def give_up(self, job: Job, directory: RunDirectory) -> list[RunDirectory]:
+        """Note that a job cannot be done; returns the runs that therefore cannot either, itself first."""
+        self.warming.discard(job.config.seed)
+        lost = [directory]
+        for other in list(self.pending):
+            same_seed = other.config.seed == job.config.seed
+            needs_it = job.kind == "warm_start" or other.config.mask.reference_arm == job.config.arm
+            if same_seed and needs_it:
+                self.pending.remove(other)
+                if other is not directory:
+                    lost.append(other)
+        return lost
+
+
+@dataclass
+class Worker:
+    """A worker process and what it is doing."""
+
+    process: SpawnProcess
+    connection: Connection
+    job: Job | None = None
+    directory: RunDirectory | None = None
+    attempts: dict[str, int] = field(default_factory=dict)
+
+
+class Pool:
+    """Worker processes, a progress bar, and the replay of spools to MLflow."""
+
+    def __init__(self, config: RunConfig, tracker: object, parent_run: str, schedule: Schedule) -> None:
+        """Set up; processes start in `run`."""
+        from pipelines.tracking import Tracker
+
+        assert isinstance(tracker, Tracker)
+        self.config = config
+        self.tracker = tracker
+        self.parent_run = parent_run
+        self.schedule = schedule
+        self.failures: dict[str, str] = {}
+        self.attempts: dict[str, int] = {}
+        self.open: dict[str, RunDirectory] = {}
+
+    def run(self) -> dict[str, str]:
+        """Work until nothing is left.
+
+        Returns:
+            Names of the runs that stopped, and why, in one line each.
+        """
+        total = sum(directory.config.num_steps for directory in self.schedule.all)
+        for directory in self.schedule.all:
+            if directory.is_finished:  # completes an interrupted replay
+                self._track(directory)
+                self._close(directory, "FINISHED")
+        with tqdm(total=total, unit="step", desc="reproduce", smoothing=0.05) as bar:
+            workers = [self._start(number) for number in range(self._num_workers())]
+            try:
+                while self._assign(workers):
+                    busy = [worker for worker in workers if worker.job is not None]
+                    ready = wait(
+                        [worker.connection for worker in busy] + [worker.process.sentinel for worker in busy],
+                        POLL_SECONDS,
+                    )
+                    for worker in busy:
+                        if worker.connection in ready or worker.process.sentinel in ready:
+                            self._collect(worker, workers, bar)
+                    self._show(bar, workers)
+            finally:
+                for worker in workers:
+                    worker.process.kill()
+            self._show(bar, [])
+        return self.failures
+
+    def _num_workers(self) -> int:
+        return min(self.config.reproduce.num_workers, len(self.schedule.pending))
+
+    def _start(self, number: int) -> Worker:
+        os.environ["OMP_NUM_THREADS"] = str(self.config.num_threads)  # read once, when the process loads torch
+        context = multiprocessing.get_context("spawn")
+        ours, theirs = context.Pipe()
+        log_file = Path(self.config.output.dir) / "logs" / f"worker_{number}.log"
+        process = context.Process(target=worker_main, args=(theirs, log_file), daemon=True, name=f"worker_{number}")
+        process.start()
+        theirs.close()
+        return Worker(process=process, connection=ours)
+
+    def _assign(self, workers: list[Worker]) -> bool:
+        """Give idle workers jobs; returns whether anything is being done."""
+        for worker in workers:
+            if worker.job is None and (assigned := self.schedule.next_job()) is not None:
+                worker.job, worker.directory = assigned
+                if worker.job.kind == "train":
+                    self._track(worker.directory)
+                worker.connection.send(worker.job)
+        return any(worker.job is not None for worker in workers)
+
+    def _collect(self, worker: Worker, workers: list[Worker], bar: "tqdm[None]") -> None:
+        """Hear how a job ended; a worker that died is started again and goes on at the last finished step."""
+        assert worker.job is not None
+        assert worker.directory is not None
+        job, directory = worker.job, worker.directory
+        try:
+            outcome = worker.connection.recv() if worker.connection.poll() else None
+        except (EOFError, OSError):
+            outcome = None
+        if outcome is None:
+            worker.process.join()
+            attempts = self.attempts[directory.name] = self.attempts.get(directory.name, 0) + 1
+            code = worker.process.exitcode
+            number = workers.index(worker)
+            replacement = self._start(number)
+            workers[number] = replacement
+            if attempts < self.config.reproduce.max_attempts:
+                bar.write(
+                    f"worker {number} ended with code {code} during {directory.name}; going on from its last step"
+                )
+                replacement.job, replacement.directory = job, directory
+                replacement.connection.send(job)
+                return
+            outcome = Outcome(error=f"its process ended {attempts} times, last with code {code}")
+        worker.job = None
+        if outcome.error is None:
+            self.schedule.finish(job, directory)
+        else:
+            for lost in self.schedule.give_up(job, directory):
+                reason = outcome.error if lost is directory else f"needs {directory.name}, which stopped"
+                self.failures[lost.name] = reason
+                bar.write(f"stopped: {lost.name}: {reason}")
+        if job.kind == "train":
+            self._track(directory)
+            self._close(directory, "FINISHED" if outcome.error is None else "FAILED")
+
+    def _track(self, directory: RunDirectory) -> None:
+        self.tracker.open_run(directory, self.parent_run)
+        self.tracker.replay(directory)
+        self.open[directory.name] = directory
+
+    def _close(self, directory: RunDirectory, status: str) -> None:
+        self.tracker.close_run(directory, status)
+        self.open.pop(directory.name, None)
+
+    def _show(self, bar: "tqdm[None]", workers: list[Worker]) -> None:
+        from pipelines.spool import read_spool
+
+        for directory in self.open.values():
+            self.tracker.replay(directory)
+        done = 0
+        for directory in self.schedule.all:
+            if directory.spool_file.is_file():
+                done += sum(entry.kind == "train" for entry in read_spool(directory.spool_file))
+        bar.update(done - bar.n)
+        doing = [
+            f"{worker.job.kind.replace('_', ' ')} {worker.directory.name}"
+            for worker in workers
+            if worker.job is not None and worker.directory is not None
+        ]
+        bar.set_postfix_str("; ".join(doing), refresh=True)

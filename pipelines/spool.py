@@ -1,0 +1,83 @@
+"""The spool: a run's metrics as lines of JSON on disk, the only thing a training process writes them to.
+
+MLflow is filled from it by `pipelines.tracking`, so that tracking can fail without stopping a run.
+"""
+
+import json
+import os
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+
+from trm_repro.errors import InputError
+
+
+@dataclass(frozen=True, kw_only=True)
+class SpoolEntry:
+    """What one step (kind train) or one evaluation (kind evaluate) measured.
+
+    Attributes:
+        step: number of training steps done.
+        kind: train or evaluate.
+        time: Unix time, seconds.
+        metrics: by name.
+        num_kept: kept sequences of each update of the step.
+        spans: (stage, begin, end) in Unix time, seconds.
+    """
+
+    step: int
+    kind: str
+    time: float
+    metrics: dict[str, float]
+    num_kept: list[int] = field(default_factory=list)
+    spans: list[tuple[str, float, float]] = field(default_factory=list)
+
+
+class MetricsSpool:
+    """Appends entries, one line each; an entry that is there already is not written twice."""
+
+    def __init__(self, path: Path) -> None:
+        """Open the spool, dropping a last line that was cut short."""
+        self.path = path
+        path.parent.mkdir(parents=True, exist_ok=True)
+        entries = list(read_spool(path)) if path.is_file() else []
+        self.written = {(entry.step, entry.kind) for entry in entries}
+        if path.is_file():
+            complete = path.read_bytes().rpartition(b"\n")[0]
+            with path.open("r+b") as file:
+                file.truncate(len(complete) + 1 if complete else 0)
+
+    def append(self, entry: SpoolEntry) -> None:
+        """Write an entry through to the disk, unless that step's is there from before an interruption."""
+        if (entry.step, entry.kind) in self.written:
+            return
+        with self.path.open("a", encoding="utf-8") as file:
+            file.write(json.dumps(asdict(entry)) + "\n")
+            file.flush()
+            os.fsync(file.fileno())
+        self.written.add((entry.step, entry.kind))
+
+
+def read_spool(path: Path) -> Iterator[SpoolEntry]:
+    """Read the complete lines of a spool.
+
+    Args:
+        path: a ``metrics.jsonl``.
+
+    Yields:
+        Its entries, in the order written.
+
+    Raises:
+        InputError: if the file is missing or a complete line is no entry.
+    """
+    if not path.is_file():
+        raise InputError(f"{path}: no such file; expected the metrics of a run")
+    with path.open("rb") as lines:
+        for number, line in enumerate(lines, start=1):
+            if not line.endswith(b"\n"):
+                return
+            try:
+                entry = SpoolEntry(**json.loads(line))
+            except (ValueError, TypeError):
+                raise InputError(f"{path}: line {number} is no metrics entry") from None
+            yield entry

@@ -1,0 +1,86 @@
+"""One worker process of `trm-repro reproduce`: an engine of its own, runs one after another.
+
+It writes to the run's folder only. The parent hears through a pipe when a job has ended.
+"""
+
+import os
+import sys
+import traceback
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from multiprocessing.connection import Connection
+from pathlib import Path
+
+from trm_repro.config import RunConfig
+from trm_repro.errors import FaultError, InputError
+
+
+@dataclass(frozen=True, kw_only=True)
+class Job:
+    """One thing for a worker to do.
+
+    Attributes:
+        kind: warm_start trains the seed's starting policy, train the run itself.
+        config: the run.
+        num_kept: for a random control: kept sequences by step, update by update.
+    """
+
+    kind: str
+    config: RunConfig
+    num_kept: Mapping[int, Sequence[int]] | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Outcome:
+    """How a job ended: done, or why not in one line."""
+
+    error: str | None = None
+
+
+def worker_main(connection: Connection, log_file: Path) -> None:
+    """Do jobs until the parent sends None or closes the pipe.
+
+    Args:
+        connection: receives jobs, sends outcomes.
+        log_file: where everything printed goes.
+    """
+    _redirect_output(log_file)
+    session = None
+    while True:
+        try:
+            job = connection.recv()
+        except EOFError:
+            return
+        if job is None:
+            return
+        try:
+            session = _do(job, session)
+            connection.send(Outcome())
+        except (FaultError, InputError) as error:
+            connection.send(Outcome(error=str(error)))
+        except Exception as error:
+            # The edge of a process: the parent gets one line, the log the rest.
+            traceback.print_exc()
+            connection.send(Outcome(error=f"{type(error).__name__}: {error} (see {log_file})"))
+
+
+def _do(job: Job, session: object) -> object:
+    from pipelines.session import Session, open_session, set_threads
+    from pipelines.train import starting_policy, train_run
+
+    set_threads(job.config.num_threads)
+    model_path = starting_policy(job.config)
+    if job.kind == "warm_start":
+        return session
+    if session is None:
+        session = open_session(job.config, model_path)
+    assert isinstance(session, Session)
+    train_run(job.config, session, model_path, job.num_kept)
+    return session
+
+
+def _redirect_output(log_file: Path) -> None:
+    log_file.parent.mkdir(parents=True, exist_ok=True)
+    descriptor = os.open(log_file, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
+    os.dup2(descriptor, sys.stdout.fileno())
+    os.dup2(descriptor, sys.stderr.fileno())

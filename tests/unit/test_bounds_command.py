@@ -1,0 +1,162 @@
+import argparse
+import json
+import subprocess
+import sys
+
+import numpy as np
+import pytest
+
+from pipelines import bounds as command
+from trm_repro.bounds import BOUNDS, Divergences, every_bound
+from trm_repro.errors import InputError
+
+
+def run(*arguments):
+    parser = argparse.ArgumentParser()
+    command.configure(parser)
+    return command.run(parser.parse_args(arguments))
+
+
+def run_json(capsys, *arguments):
+    assert run(*arguments, "--json") == 0
+    return json.loads(capsys.readouterr().out)
+
+
+def test_without_options_it_prints_table_1_beside_ours(capsys):
+    assert run() == 0
+    rows = {line[:30].strip(): line.split()[-6:] for line in capsys.readouterr().out.splitlines()}
+    assert rows["classical"] == ["1677", "1,677.31", "838.66", "839", "838.66", "419.33"]
+    assert rows["coupling"] == ["113.8", "113.84", "56.92", "79.9", "79.91", "39.95"]
+    assert rows["mixed tv"] == ["8.2", "8.19", "4.10", "4.1", "4.10", "2.05"]
+    assert rows["prefix adaptive"][0] == "-"  # not in the paper
+
+
+def test_every_published_figure_of_table_1_is_met(capsys):
+    for setting in run_json(capsys).values():
+        for name, printed in setting["published"].items():
+            value = setting["bounds"]["paper"][name]
+            number = printed.removeprefix("<= ")
+            decimals = len(number.partition(".")[2])
+            if printed == number or name == "unified":
+                assert f"{value:.{decimals}f}" == number, name
+            else:
+                assert value <= float(number) + 0.05, name
+
+
+def test_the_calculator_says_what_is_above_one_and_above_trivial(capsys):
+    payload = run_json(capsys, "--length", "4096", "--delta", "0.05")
+    expected = every_bound(Divergences.at_most(4096, 0.05))
+    assert set(payload["bounds"]["paper"]) == {*BOUNDS, "trivial", "unified"}
+    for name, found in payload["bounds"]["paper"].items():
+        assert found["value"] == expected[name]
+        assert found["is_above_1"]
+        assert found["is_above_trivial"] == (name != "trivial")
+    assert payload["unified_below_1"]["paper"]["length"] == 6
+    assert payload["unified_below_1"]["sharp"]["length"] == 10
+    assert payload["unified_below_1"]["paper"]["delta"] == pytest.approx(2.8616e-6, rel=1e-4)
+    assert payload["unified_below_1"]["sharp"]["delta"] == pytest.approx(5.7231e-6, rel=1e-4)
+
+
+def test_the_calculator_uses_all_numbers_given(capsys):
+    numbers = {"delta": 1e-4, "epsilon": 5e-3, "kl_seq": 0.01, "tv_seq": 0.05}
+    options = [word for name, value in numbers.items() for word in (f"--{name.replace('_', '-')}", str(value))]
+    payload = run_json(capsys, "--length", "4096", *options, "--constants", "sharp")
+    assert payload["inputs"] == {"length": 4096, **numbers}
+    assert list(payload["bounds"]) == ["sharp"]
+    assert payload["bounds"]["sharp"]["mixed_tv"]["value"] == pytest.approx(2.048)
+    assert not payload["bounds"]["sharp"]["mixed_tv"]["is_above_trivial"]
+
+
+def test_a_text_answer_holds_the_same_verdicts(capsys):
+    assert run("--length", "100", "--delta", "1e-4", "--constants", "paper") == 0
+    out = capsys.readouterr().out
+    assert "length = 100, delta = 0.0001, epsilon = 0.00707107" in out
+    rows = {line[:30].strip(): line.split()[-3:] for line in out.splitlines()}
+    assert rows["classical"] == ["0.99", "no", "yes"]
+    assert rows["coupling"][1:] == ["no", "yes"]
+    assert rows["pinsker marginal kl"] == ["0.132", "no", "no"]
+    assert "at this length for delta <" in out
+    assert "at this delta and epsilon for length <=" in out
+
+
+def test_either_length_or_delta_alone_is_enough(capsys):
+    only_delta = run_json(capsys, "--delta", "0.05")
+    assert only_delta["bounds"] == {}
+    assert only_delta["unified_below_1"]["paper"] == {"length": 6}
+    only_length = run_json(capsys, "--length", "4096")
+    assert list(only_length["unified_below_1"]["paper"]) == ["delta"]
+    assert only_length["inputs"]["delta"] is None  # infinite: unknown
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--length", "8", "--delta", "-1"], "delta must be >= 0, got -1"),
+        (["--delta", "nan"], "delta must be >= 0, got nan"),
+        (["--length", "0"], "length must be a whole number >= 1, got 0"),
+        (["--delta", "0.1", "--tv-seq", "1.5"], "tv_seq must be <= 1, got 1.5"),
+        (["--length", "8", "--delta", "0.1", "--kl-seq", "3"], r"kl_seq must be <= length \* delta = 0.8, got 3"),
+        (["--kl-seq", "1"], "--kl-seq and --tv-seq need --length, --delta or --epsilon beside them"),
+        (["--length", "8", "--plot", "x.png"], "--plot needs --length and a finite --delta, or none of the numbers"),
+        (["--verify", "0"], "--verify must be >= 1, got 0"),
+        (["--verify", "5", "--length", "11"], "--length must be from 1 to 10 with --verify, got 11"),
+        (["--verify", "5", "--delta", "1"], "--verify goes with --length, --constants, --seed and --json alone"),
+    ],
+)
+def test_bad_values_are_input_errors(arguments, message):
+    with pytest.raises(InputError, match=f"^{message}$"):
+        run(*arguments)
+
+
+def test_an_unwritable_plot_is_an_input_error(tmp_path):
+    with pytest.raises(InputError, match="No such file or directory"):
+        run("--plot", str(tmp_path / "missing" / "bounds.png"))
+
+
+def test_verification_finds_no_violation_and_shows_progress_on_stderr(capsys):
+    assert run("--verify", "300", "--seed", "1", "--json") == 0
+    captured = capsys.readouterr()
+    payload = json.loads(captured.out)
+    assert "300/300" in captured.err
+    for constants in ("paper", "sharp"):
+        assert all(check["num_violations"] == 0 for check in payload["checks"][constants].values())
+    assert payload["checks"]["sharp"]["coupling"]["worst_ratio"] <= 1 + 1e-9
+    assert payload["reach"]["ppo_clip"]["flip_largest_opposed_ratio"] == pytest.approx(900)
+    assert payload["reach"]["trm_max"]["share_max_kl_above"] == 0
+    assert payload["reach"]["ppo_clip"]["share_same_max_kl"] > 0.9
+
+
+def test_verification_repeats_with_its_seed_and_takes_a_length(capsys):
+    first = run_json(capsys, "--verify", "40", "--length", "3", "--constants", "sharp")
+    assert run_json(capsys, "--verify", "40", "--length", "3", "--constants", "sharp") == first
+    assert run_json(capsys, "--verify", "40", "--length", "3", "--constants", "sharp", "--seed", "1") != first
+    assert run("--verify", "40") == 0
+    assert "40 random pairs of policies" in capsys.readouterr().out
+
+
+def test_a_violation_makes_the_command_fail(monkeypatch, capsys):
+    monkeypatch.setattr(command, "worst_error", lambda pairs: np.full(len(pairs.prompt_weights), 1e6))
+    assert run("--verify", "2") == 1
+    capsys.readouterr()
+
+
+@pytest.mark.parametrize("numbers", [[], ["--length", "64", "--delta", "1e-3", "--epsilon", "0.01"]])
+def test_the_plot_has_a_panel_for_length_and_one_for_delta(tmp_path, capsys, numbers):
+    path = tmp_path / "bounds.svg"
+    assert run("--plot", str(path), *numbers) == 0
+    assert path.read_text().count('id="axes_') == 2
+    capsys.readouterr()
+
+
+def test_it_answers_without_heavy_imports_in_under_half_a_second():
+    script = """
+import argparse, sys, time
+from pipelines import bounds
+parser = argparse.ArgumentParser()
+bounds.configure(parser)
+bounds.run(parser.parse_args(["--length", "4096", "--delta", "1e-4"]))
+heavy = {"torch", "matplotlib", "tqdm", "scipy", "pandas"} & set(sys.modules)
+sys.exit(f"imported {heavy}" if heavy else f"took {time.process_time()} s" if time.process_time() > 0.5 else 0)
+"""
+    finished = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=False)
+    assert finished.returncode == 0, finished.stderr

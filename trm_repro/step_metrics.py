@@ -1,0 +1,172 @@
+"""The metrics of one reinforcement-learning step, over all its updates.
+
+Names are family/quantity. ``*_mean`` of a per-token quantity is weighted by tokens, the perplexity gap by sequences.
+Each sequence is measured at the update it is used in, just before that update.
+"""
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from trm_repro.batch import RolloutBatch
+from trm_repro.config_sections import LossConfig
+from trm_repro.divergence import (
+    MAX_LOG_RATIO,
+    k1_divergence,
+    k2_divergence,
+    k3_divergence,
+    perplexity_gap,
+)
+from trm_repro.losses import is_clipped
+from trm_repro.steps import Measurement, clip_range
+
+
+@dataclass(frozen=True, kw_only=True)
+class UpdateRecord:
+    """What one update saw and did.
+
+    Attributes:
+        batch: its minibatch.
+        measurement: of the minibatch, before the update.
+        sequence_mask: ``[B]`` bool.
+        loss: the surrogate loss of the kept sequences.
+        gradient_norm: global norm before clipping; 0 where nothing was backpropagated.
+        is_skipped: whether the optimizer step was left out.
+        learning_rate: the rate in force.
+    """
+
+    batch: RolloutBatch
+    measurement: Measurement
+    sequence_mask: Tensor
+    loss: float
+    gradient_norm: float
+    is_skipped: bool
+    learning_rate: float
+
+
+def step_metrics(records: Sequence[UpdateRecord], loss_config: LossConfig) -> dict[str, float]:
+    """Summarise a step.
+
+    Args:
+        records: its updates, at least one.
+        loss_config: gives the clip range whose fraction is reported.
+
+    Returns:
+        Metric names and values; a quantity that nothing was observed of is left out.
+    """
+    metrics = _rollout_metrics(records)
+    metrics |= _divergence_metrics(records)
+    metrics |= _mask_metrics(records)
+    metrics |= _router_metrics(records)
+    finite_norms = [record.gradient_norm for record in records if math.isfinite(record.gradient_norm)]
+    if finite_norms:
+        metrics["train/gradient_norm_mean"] = _mean(finite_norms)
+        metrics["train/gradient_norm_max"] = max(finite_norms)
+    metrics |= {
+        "train/surrogate_loss": _mean([record.loss for record in records]),
+        "train/num_nonfinite_gradients": float(len(records) - len(finite_norms)),
+        "train/num_skipped_updates": float(sum(record.is_skipped for record in records)),
+        "train/learning_rate": records[-1].learning_rate,
+    }
+    clipped = torch.cat(
+        [
+            is_clipped(record.measurement.log_ratio, record.batch.advantages, clip_range(loss_config))[
+                record.batch.response_mask
+            ]
+            for record in records
+        ]
+    )
+    metrics["train/clip_fraction"] = float(clipped.float().mean())
+    return metrics
+
+
+def _rollout_metrics(records: Sequence[UpdateRecord]) -> dict[str, float]:
+    rewards = torch.cat([record.batch.rewards for record in records])
+    groups = torch.cat([record.batch.groups for record in records])
+    lengths = torch.cat([record.batch.response_lengths for record in records]).float()
+    is_mixed = [bool(rewards[groups == group].unique().numel() > 1) for group in groups.unique()]
+    return {
+        "rollout/reward_mean": float(rewards.mean()),
+        "rollout/mixed_group_fraction": _mean([float(mixed) for mixed in is_mixed]),
+        "rollout/response_length_mean": float(lengths.mean()),
+        "rollout/num_tokens": float(lengths.sum()),
+        "rollout/weight_version": float(records[0].batch.weight_versions.max()),
+    }
+
+
+def _divergence_metrics(records: Sequence[UpdateRecord]) -> dict[str, float]:
+    log_ratio = _tokens(records, [record.measurement.log_ratio for record in records])
+    is_finite = log_ratio.isfinite()
+    finite = log_ratio[is_finite]
+    gaps = torch.cat(
+        [
+            perplexity_gap(
+                record.measurement.policy_logprobs, record.batch.rollout_logprobs, record.batch.response_mask
+            )
+            for record in records
+        ]
+    )
+    metrics = {
+        "divergence/num_nonfinite_tokens": float((~is_finite).sum()),
+        "divergence/num_clamped_tokens": float((finite.abs() > MAX_LOG_RATIO).sum()),
+        "policy/entropy_mean": float(_tokens(records, [record.measurement.entropy for record in records]).mean()),
+    }
+    finite_gaps = gaps[gaps.isfinite()]
+    if finite_gaps.numel():
+        metrics["divergence/ppl_gap"] = float(finite_gaps.mean())
+    if finite.numel():
+        metrics["divergence/k1_mean"] = float(k1_divergence(finite).mean())
+        metrics |= _distribution("divergence/k2", k2_divergence(finite))
+        metrics |= _distribution("divergence/k3", k3_divergence(finite))
+    kl = [record.measurement.kl for record in records]
+    total_variation = [record.measurement.total_variation for record in records]
+    if kl[0] is not None:
+        metrics |= _distribution("divergence/kl", _tokens(records, kl))
+        metrics |= _distribution("divergence/tv", _tokens(records, total_variation))
+    return metrics
+
+
+def _mask_metrics(records: Sequence[UpdateRecord]) -> dict[str, float]:
+    mask = torch.cat([record.sequence_mask for record in records])
+    lengths = torch.cat([record.batch.response_lengths for record in records]).float()
+    is_correct = torch.cat([record.batch.rewards for record in records]) > 0
+    is_long = lengths > lengths.median()
+    metrics = {"mask/kept_sequence_fraction": float(mask.float().mean())}
+    subsets = {"correct": is_correct, "wrong": ~is_correct, "long": is_long, "short": ~is_long}
+    for name, subset in subsets.items():
+        if bool(subset.any()):
+            metrics[f"mask/kept_{name}_fraction"] = float(mask[subset].float().mean())
+    return metrics
+
+
+def _router_metrics(records: Sequence[UpdateRecord]) -> dict[str, float]:
+    flips = [record.measurement.is_flipped for record in records]
+    if flips[0] is None:
+        return {}
+    is_flipped = _tokens(records, flips)
+    metrics = {"router/agreement_fraction": float((~is_flipped).float().mean())}
+    if records[0].measurement.kl is not None:
+        kl = _tokens(records, [record.measurement.kl for record in records])
+        for name, subset in (("flipped", is_flipped), ("unflipped", ~is_flipped)):
+            if bool(subset.any()):
+                metrics[f"router/kl_{name}_mean"] = float(kl[subset].mean())
+    return metrics
+
+
+def _tokens(records: Sequence[UpdateRecord], dense: Sequence[Tensor | None]) -> Tensor:
+    pairs = zip(records, dense, strict=True)
+    return torch.cat([values[record.batch.response_mask] for record, values in pairs if values is not None])
+
+
+def _distribution(name: str, values: Tensor) -> dict[str, float]:
+    # torch.quantile refuses more than 16 million values; kthvalue does not.
+    rank = max(1, int(0.99 * values.numel()))
+    p99 = values.kthvalue(rank).values
+    return {f"{name}_mean": float(values.mean()), f"{name}_p99": float(p99), f"{name}_max": float(values.max())}
+
+
+def _mean(values: Sequence[float]) -> float:
+    return sum(values) / len(values)

@@ -1,0 +1,186 @@
+"""From configuration to numbers: measurement, mask and loss of one update.
+
+Training and the stage commands call the same functions. Shape letters: B sequences, T response tokens.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from trm_repro.batch import RolloutBatch
+from trm_repro.config_sections import LossConfig, MaskConfig, MaskCriterion
+from trm_repro.divergence import k2_divergence, k3_divergence, log_ratio
+from trm_repro.losses import OBJECTIVES, ClipRange, reduce_objective
+from trm_repro.masks import finite_mask, max_divergence_mask, mean_divergence_mask, random_mask
+from trm_repro.policy import Policy
+
+
+@dataclass(frozen=True, kw_only=True)
+class Measurement:
+    """The policy on one minibatch just before an update; no gradient, 0 on padding.
+
+    Attributes:
+        policy_logprobs: ``[B, T]`` float32, nats; log pi_theta of the sampled tokens.
+        log_ratio: ``[B, T]`` float32, nats; policy over rollout.
+        entropy: ``[B, T]`` float32, nats.
+        kl: ``[B, T]`` float32, nats; exact KL(pi_roll || pi_theta), or None.
+        total_variation: ``[B, T]`` float32, or None.
+        is_flipped: ``[B, T]`` bool; whether engine and policy routed the token to other experts in some layer, or
+            None without routing.
+    """
+
+    policy_logprobs: Tensor
+    log_ratio: Tensor
+    entropy: Tensor
+    kl: Tensor | None
+    total_variation: Tensor | None
+    is_flipped: Tensor | None
+
+
+@dataclass(frozen=True, kw_only=True)
+class RandomControl:
+    """What the random criterion needs: how many to keep, and chance."""
+
+    num_kept: int
+    generator: torch.Generator
+
+
+@torch.no_grad()
+def measure(policy: Policy, batch: RolloutBatch, *, temperature: float, tokens_per_micro_batch: int) -> Measurement:
+    """Score a minibatch with the current policy (Algorithm 1, lines 1 and 2).
+
+    Args:
+        policy: pi_theta.
+        batch: B sequences.
+        temperature: sampling temperature of the rollouts.
+        tokens_per_micro_batch: padded tokens in one forward pass.
+
+    Returns:
+        Log-probs, divergences, entropy and routing, per token.
+    """
+    outputs = [policy(part, temperature=temperature, measure=True) for part in batch.split(tokens_per_micro_batch)]
+
+    def dense(name: str) -> Tensor | None:
+        parts = [getattr(output, name) for output in outputs]
+        return None if parts[0] is None else batch.dense(torch.cat(parts))
+
+    is_flipped = None
+    if batch.rollout_experts is not None and outputs[0].experts is not None:
+        policy_experts = torch.cat([output.experts for output in outputs]).sort(dim=-1).values  # [N, L, K]
+        rollout_experts = batch.rollout_experts.long().sort(dim=-1).values
+        is_flipped = batch.dense((policy_experts != rollout_experts).flatten(1).any(dim=-1))  # [B, T]
+    policy_logprobs, entropy = dense("logprobs"), dense("entropy")
+    assert policy_logprobs is not None
+    assert entropy is not None
+    return Measurement(
+        policy_logprobs=policy_logprobs,
+        log_ratio=log_ratio(policy_logprobs, batch.rollout_logprobs),
+        entropy=entropy,
+        kl=dense("kl"),
+        total_variation=dense("total_variation"),
+        is_flipped=is_flipped,
+    )
+
+
+@torch.no_grad()
+def gate(
+    measurement: Measurement, response_mask: Tensor, config: MaskConfig, control: RandomControl | None = None
+) -> Tensor:
+    """Decide which sequences to keep (Algorithm 1, line 3).
+
+    A sequence with a non-finite log-ratio is rejected under every criterion.
+
+    Args:
+        measurement: of the B sequences.
+        response_mask: ``[B, T]`` bool.
+        config: the mask's section.
+        control: for criterion random.
+
+    Returns:
+        ``[B]`` bool.
+    """
+    is_finite = finite_mask(measurement.log_ratio, response_mask)
+    return is_finite & CRITERIA[config.criterion](measurement, response_mask, config, control)
+
+
+def surrogate_loss(
+    policy: Policy, batch: RolloutBatch, config: LossConfig, *, temperature: float, denominator: float
+) -> Tensor:
+    """Compute the loss of kept sequences (Algorithm 1, line 4): ratio, objective, reduction.
+
+    Args:
+        policy: pi_theta.
+        batch: kept sequences only; a rejected one is left out and so contributes exactly zero.
+        config: the loss's section.
+        temperature: sampling temperature of the rollouts.
+        denominator: N, the number of sequences of the whole update.
+
+    Returns:
+        Scalar float32 with gradient.
+    """
+    policy_logprobs = batch.dense(policy(batch, temperature=temperature).logprobs)  # [B, T]
+    ratio = log_ratio(policy_logprobs, batch.rollout_logprobs)
+    objective = OBJECTIVES[config.name](ratio, batch.advantages, clip_range(config))
+    return reduce_objective(
+        objective, batch.response_mask, denominator=denominator, length_normalizer=config.length_normalizer
+    )
+
+
+def clip_range(config: LossConfig) -> ClipRange:
+    """Take PPO's clip range out of the loss's section."""
+    return ClipRange(low=config.clip_low, high=config.clip_high)
+
+
+Criterion = Callable[[Measurement, Tensor, MaskConfig, RandomControl | None], Tensor]
+
+
+def _keep_all(
+    measurement: Measurement, response_mask: Tensor, config: MaskConfig, control: RandomControl | None
+) -> Tensor:
+    return torch.ones(response_mask.shape[0], dtype=torch.bool, device=response_mask.device)
+
+
+def _trm_max(
+    measurement: Measurement, response_mask: Tensor, config: MaskConfig, control: RandomControl | None
+) -> Tensor:
+    divergence = _exact(measurement) if config.max_estimator == "exact" else k2_divergence(measurement.log_ratio)
+    return max_divergence_mask(divergence, response_mask, config.max_threshold)
+
+
+def _trm_avg(
+    measurement: Measurement, response_mask: Tensor, config: MaskConfig, control: RandomControl | None
+) -> Tensor:
+    divergence = _exact(measurement) if config.avg_estimator == "exact" else k3_divergence(measurement.log_ratio)
+    return mean_divergence_mask(divergence, response_mask, config.avg_threshold)
+
+
+def _trm_max_avg(
+    measurement: Measurement, response_mask: Tensor, config: MaskConfig, control: RandomControl | None
+) -> Tensor:
+    return _trm_max(measurement, response_mask, config, control) & _trm_avg(measurement, response_mask, config, control)
+
+
+def _random(
+    measurement: Measurement, response_mask: Tensor, config: MaskConfig, control: RandomControl | None
+) -> Tensor:
+    if control is None:
+        raise ValueError(f"criterion random copies the rate of {config.reference_arm}, which was not given")
+    mask = random_mask(response_mask.shape[0], control.num_kept, control.generator)
+    return mask.to(response_mask.device)
+
+
+def _exact(measurement: Measurement) -> Tensor:
+    if measurement.kl is None:
+        raise ValueError("exact divergences need rollouts that carry the whole distribution")
+    return measurement.kl
+
+
+CRITERIA: dict[MaskCriterion, Criterion] = {
+    "none": _keep_all,
+    "trm_max": _trm_max,
+    "trm_avg": _trm_avg,
+    "trm_max_avg": _trm_max_avg,
+    "random": _random,
+}
