@@ -88,7 +88,7 @@ def run_outcomes(points: pd.DataFrame) -> list[RunOutcome]:
         Outcomes in the order in which arms and seeds first appear.
     """
     outcomes = []
-    for (arm, seed, run_id), run in points.groupby(["arm", "seed", "run_id"], sort=False):
+    for run_id, run in points.groupby("run_id", sort=False):
         scores = run[run.metric == SCORE].sort_values("step")
         gaps = run[run.metric == GAP].sort_values("step")
         if scores.empty or gaps.empty:
@@ -96,8 +96,8 @@ def run_outcomes(points: pd.DataFrame) -> list[RunOutcome]:
         last_quarter = gaps[gaps.step > 0.75 * gaps.step.max()]
         outcomes.append(
             RunOutcome(
-                arm=str(arm),
-                seed=int(seed),
+                arm=str(run.arm.iloc[0]),
+                seed=int(run.seed.iloc[0]),
                 run_id=str(run_id),
                 num_steps=int(gaps.step.max()),
                 start_score=float(scores.value.iloc[0]),

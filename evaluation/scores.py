@@ -9,8 +9,7 @@ from dataclasses import dataclass
 from transformers import PreTrainedTokenizerFast
 
 from trm_repro.config import derive_seed
-from trm_repro.rollout import SamplingRequest, SamplingSettings
-from trm_repro.rollout.synced_engine import SyncedEngine
+from trm_repro.rollout import Sampler, SamplingRequest, SamplingSettings
 from trm_repro.tasks import Problem, Response, Task
 
 
@@ -40,7 +39,7 @@ class ScoredResponse:
 
 
 def score_problems(
-    engine: SyncedEngine,
+    engine: Sampler,
     tokenizer: PreTrainedTokenizerFast,
     task: Task,
     questions: Sequence[tuple[Problem, tuple[int, ...]]],

@@ -16,6 +16,11 @@ def add_config_arguments(parser: argparse.ArgumentParser) -> None:
     )
 
 
+def add_arm_argument(parser: argparse.ArgumentParser) -> None:
+    """Add ``--arm NAME``."""
+    parser.add_argument("--arm", help="an arm of conf/arms, whose keys win over the files'")
+
+
 def split_settings(settings: list[str]) -> tuple[list[str], list[str]]:
     """Tell files from ``key=value``.
 

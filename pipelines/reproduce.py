@@ -7,10 +7,11 @@ import argparse
 import multiprocessing
 import os
 import sys
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from multiprocessing.connection import Connection, wait
 from multiprocessing.context import SpawnProcess
 from pathlib import Path
+from typing import Any
 
 from tqdm import tqdm
 
@@ -96,7 +97,7 @@ class Schedule:
 
     def next_job(self) -> tuple[Job, RunDirectory] | None:
         """Take the next job that can start now; None when nothing can, or nothing is left."""
-        from pipelines.train import reference_num_kept
+        from pipelines.train import random_control
 
         for directory in self.pending:
             seed = directory.config.seed
@@ -110,7 +111,7 @@ class Schedule:
             if waits or (config.seed in self.warming):
                 continue
             self.pending.remove(directory)
-            return Job(kind="train", config=config, num_kept=reference_num_kept(config)), directory
+            return Job(kind="train", config=config, num_kept=random_control(config)), directory
         return None
 
     def finish(self, job: Job, directory: RunDirectory) -> None:
@@ -143,7 +144,6 @@ class Worker:
     connection: Connection
     job: Job | None = None
     directory: RunDirectory | None = None
-    attempts: dict[str, int] = field(default_factory=dict)
 
 
 class Pool:
@@ -173,6 +173,7 @@ class Pool:
             if directory.is_finished:  # completes an interrupted replay
                 self._track(directory)
                 self._close(directory, "FINISHED")
+        bar: tqdm[Any]
         with tqdm(total=total, unit="step", desc="reproduce", smoothing=0.05) as bar:
             workers = [self._start(number) for number in range(self._num_workers())]
             try:
@@ -215,7 +216,7 @@ class Pool:
                 worker.connection.send(worker.job)
         return any(worker.job is not None for worker in workers)
 
-    def _collect(self, worker: Worker, workers: list[Worker], bar: "tqdm[None]") -> None:
+    def _collect(self, worker: Worker, workers: list[Worker], bar: "tqdm[Any]") -> None:
         """Hear how a job ended; a worker that died is started again and goes on at the last finished step."""
         assert worker.job is not None
         assert worker.directory is not None
@@ -224,21 +225,18 @@ class Pool:
             outcome = worker.connection.recv() if worker.connection.poll() else None
         except (EOFError, OSError):
             outcome = None
-        if outcome is None:
+        if outcome is None or outcome.error is not None:
             worker.process.join()
-            attempts = self.attempts[directory.name] = self.attempts.get(directory.name, 0) + 1
-            code = worker.process.exitcode
             number = workers.index(worker)
-            replacement = self._start(number)
-            workers[number] = replacement
+            worker = workers[number] = self._start(number)
+        if outcome is None:
+            attempts = self.attempts[directory.name] = self.attempts.get(directory.name, 0) + 1
             if attempts < self.config.reproduce.max_attempts:
-                bar.write(
-                    f"worker {number} ended with code {code} during {directory.name}; going on from its last step"
-                )
-                replacement.job, replacement.directory = job, directory
-                replacement.connection.send(job)
+                bar.write(f"a worker died during {directory.name}; going on from its last finished step")
+                worker.job, worker.directory = job, directory
+                worker.connection.send(job)
                 return
-            outcome = Outcome(error=f"its process ended {attempts} times, last with code {code}")
+            outcome = Outcome(error=f"its process died {attempts} times")
         worker.job = None
         if outcome.error is None:
             self.schedule.finish(job, directory)
@@ -260,7 +258,7 @@ class Pool:
         self.tracker.close_run(directory, status)
         self.open.pop(directory.name, None)
 
-    def _show(self, bar: "tqdm[None]", workers: list[Worker]) -> None:
+    def _show(self, bar: "tqdm[Any]", workers: list[Worker]) -> None:
         from pipelines.spool import read_spool
 
         for directory in self.open.values():

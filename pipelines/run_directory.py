@@ -8,7 +8,7 @@ from pathlib import Path
 from trm_repro.config import RunConfig, load_config, to_yaml
 from trm_repro.errors import InputError
 
-UNCOMPARED = ("name", "reproduce", "output", "tracking")  # keys that do not change what a run computes
+UNCOMPARED = ("name", "num_steps", "reproduce", "output", "tracking")  # keys that do not change what a step computes
 
 
 class RunDirectory:
@@ -33,8 +33,8 @@ class RunDirectory:
 
     @property
     def is_finished(self) -> bool:
-        """Whether the run has ended."""
-        return self.finished_file.is_file()
+        """Whether the run has done all its steps; with num_steps raised it goes on."""
+        return self.finished_file.is_file() and int(self.finished_file.read_text()) >= self.config.num_steps
 
     def prepare(self) -> None:
         """Make the folder and write the configuration, or check that the one there is the same.
@@ -54,8 +54,8 @@ class RunDirectory:
         write_atomically(self.config_file, to_yaml(self.config))
 
     def finish(self) -> None:
-        """Mark the run as ended."""
-        write_atomically(self.finished_file, "")
+        """Note the number of steps done."""
+        write_atomically(self.finished_file, f"{self.config.num_steps}\n")
 
 
 def differences(there: dict[str, object], here: dict[str, object], prefix: str = "") -> Iterator[str]:

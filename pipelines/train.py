@@ -9,7 +9,7 @@ from pathlib import Path
 import lightning as L  # noqa: N812
 from tqdm import tqdm
 
-from pipelines.arguments import add_config_arguments, config_from
+from pipelines.arguments import add_arm_argument, add_config_arguments, config_from
 from pipelines.recorder import StepRecorder
 from pipelines.run_directory import RunDirectory
 from pipelines.session import Session, open_session, set_threads
@@ -28,7 +28,7 @@ HELP = "train one arm with one seed"
 def configure(parser: argparse.ArgumentParser) -> None:
     """Add the command's arguments."""
     add_config_arguments(parser)
-    parser.add_argument("--arm", help="an arm of conf/arms; its keys win over the files'")
+    add_arm_argument(parser)
 
 
 def run(arguments: argparse.Namespace) -> int:
@@ -37,7 +37,7 @@ def run(arguments: argparse.Namespace) -> int:
 
     config = config_from(arguments)
     set_threads(config.num_threads)
-    num_kept = reference_num_kept(config)
+    num_kept = random_control(config)
     model_path = starting_policy(config, show_progress=True)
     directory = RunDirectory(config)
     directory.prepare()
@@ -123,7 +123,7 @@ def train_run(
     directory.finish()
 
 
-def reference_num_kept(config: RunConfig) -> dict[int, list[int]] | None:
+def random_control(config: RunConfig) -> dict[int, list[int]] | None:
     """Read how many sequences the reference arm of a random control kept, by step.
 
     Args:

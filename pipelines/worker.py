@@ -38,7 +38,7 @@ class Outcome:
 
 
 def worker_main(connection: Connection, log_file: Path) -> None:
-    """Do jobs until the parent sends None or closes the pipe.
+    """Do jobs until one fails or the parent closes the pipe.
 
     Args:
         connection: receives jobs, sends outcomes.
@@ -51,17 +51,17 @@ def worker_main(connection: Connection, log_file: Path) -> None:
             job = connection.recv()
         except EOFError:
             return
-        if job is None:
-            return
         try:
             session = _do(job, session)
             connection.send(Outcome())
         except (FaultError, InputError) as error:
             connection.send(Outcome(error=str(error)))
+            return  # the engine may be in the middle of something; the parent starts another process
         except Exception as error:
             # The edge of a process: the parent gets one line, the log the rest.
             traceback.print_exc()
             connection.send(Outcome(error=f"{type(error).__name__}: {error} (see {log_file})"))
+            return
 
 
 def _do(job: Job, session: object) -> object:

@@ -8,6 +8,7 @@ A tensor ``[N, ...]`` holds the response tokens in row-major order of ``response
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, fields, replace
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -152,7 +153,7 @@ class RolloutBatch:
         flat_keep = keep[:, None].expand_as(self.response_mask)[self.response_mask]  # [N]
         longest_response = int(self.response_lengths[keep].max())
         longest_sequence = int((self.response_lengths + self.prompt_lengths)[keep].max())
-        values: dict[str, Tensor | None] = {}
+        values: dict[str, Any] = {}
         for field in fields(self):
             value = getattr(self, field.name)
             if value is None:

@@ -17,8 +17,7 @@ FloatArray = NDArray[np.float64]
 Constants = Literal["paper", "sharp"]
 """``paper``: the constants as published; ``sharp``: half of them, which is enough for rewards in [0, 1]."""
 
-ABSOLUTE_SLACK, RELATIVE_SLACK = 1e-12, 1e-9
-"""Rounding that is forgiven before two inputs are called inconsistent."""
+ABSOLUTE_SLACK, RELATIVE_SLACK = 1e-12, 1e-9  # rounding forgiven before inputs are called inconsistent
 
 _CONSTANT = {"paper": 4.0, "sharp": 2.0}
 _TINY = 1e-300  # stands for 0 in a denominator whose quotient is capped right after
@@ -61,7 +60,7 @@ class Divergences:
         for name in ("mean_tv", "mean_kl"):
             num_values = getattr(self, name).shape[-1]
             if num_values != 1 and np.any(self.length != num_values):
-                raise ValueError(f"{name} must have 1 or length = {self.length:g} values, got {num_values}")
+                raise ValueError(f"{name} must have 1 or length = {self.length.max():g} values, got {num_values}")
         _check_at_most("mean_tv", self.mean_tv, self.epsilon[..., None], "epsilon = ")
         _check_at_most("mean_kl", self.mean_kl, self.delta[..., None], "delta = ")
         _check_at_most("kl_seq", self.kl_seq, self.length * self.delta, "length * delta = ")
@@ -214,8 +213,9 @@ def prefix_adaptive_bound(divergences: Divergences, *, constants: Constants = "p
 
 
 def trivial_bound(divergences: Divergences) -> FloatArray:
-    """Compute TV_seq + sum_t Dbar_t, the largest |J difference| plus the largest |L'|. Ours, not the paper's."""
-    return divergences.tv_seq + _total(divergences.mean_tv, divergences.length)
+    """Compute TV_seq + min(sum_t Dbar_t, sqrt(T KL_seq / 2)): largest |J difference| plus largest |L'|. Ours."""
+    most_by_kl = np.sqrt(divergences.length * np.maximum(divergences.kl_seq, 0.0) / 2)
+    return np.asarray(divergences.tv_seq + np.minimum(_total(divergences.mean_tv, divergences.length), most_by_kl))
 
 
 BOUNDS: dict[str, Callable[..., FloatArray]] = {

@@ -98,8 +98,8 @@ class PolicyConfig:
 
     def __post_init__(self) -> None:
         """Check ranges."""
-        sizes = ("hidden_size", "num_layers", "num_attention_heads", "num_key_value_heads", "head_dim")
-        sizes += ("intermediate_size", "moe_intermediate_size", "num_experts", "max_position_embeddings")
+        sizes = ["hidden_size", "num_layers", "num_attention_heads", "num_key_value_heads", "head_dim"]
+        sizes += ["intermediate_size", "moe_intermediate_size", "num_experts", "max_position_embeddings"]
         require_at_least("policy", 1, **{name: getattr(self, name) for name in sizes})
         require_positive("policy", initializer_range=self.initializer_range)
         require(
@@ -194,8 +194,8 @@ class RolloutConfig:
     def __post_init__(self) -> None:
         """Check ranges."""
         require_at_least("rollout", 0, staleness_steps=self.staleness_steps)
-        counts = ("num_prompts", "max_prompt_tokens", "max_response_tokens", "kv_cache_bytes")
-        counts += ("max_concurrent_sequences", "probe_contexts")
+        counts = ["num_prompts", "max_prompt_tokens", "max_response_tokens", "kv_cache_bytes"]
+        counts += ["max_concurrent_sequences", "probe_contexts"]
         require_at_least("rollout", 1, **{name: getattr(self, name) for name in counts})
         require_at_least("rollout", 2, group_size=self.group_size)
         require_positive("rollout", temperature=self.temperature)

@@ -20,7 +20,7 @@ from transformers import (
 )
 
 from trm_repro.batch import RolloutBatch
-from trm_repro.config import PolicyConfig
+from trm_repro.config_sections import PolicyConfig
 from trm_repro.errors import InputError
 from trm_repro.vocab import token_logprobs, token_statistics
 
@@ -47,6 +47,8 @@ class PolicyOutput(NamedTuple):
 
 class Policy(nn.Module):
     """Scores the response tokens of a batch under pi_theta."""
+
+    model: Any  # a Hugging Face causal language model; its parts are not typed
 
     def __init__(self, model: nn.Module) -> None:
         """Wrap a Hugging Face causal language model."""

@@ -187,6 +187,22 @@ def test_a_surrogate_above_its_bound_means_improvement():
     assert num_promised > 500
 
 
+def test_rare_violations_cost_their_probability_times_the_length():
+    # With P_roll(max_t KL > delta) = eta: |error| <= B(delta) + (T + 1) eta + min(1, sqrt(T delta / 2)).
+    num_partial = 0
+    for pairs in batches(16, 60):
+        largest_kl = largest_response_kl(pairs)
+        probability = prefix_probabilities(pairs.prompt_weights, pairs.rollout)[-1]
+        reached = np.where(probability > 0, largest_kl, 0.0)
+        threshold = np.quantile(np.where(np.isfinite(reached), reached, 0.0), 0.7, axis=(1, 2))
+        eta = (probability * (largest_kl > threshold[:, None, None])).sum(axis=(1, 2))
+        within = unified_bound(Divergences.at_most(pairs.length, threshold), constants="sharp")
+        limit = within + (pairs.length + 1) * eta + np.minimum(1, np.sqrt(pairs.length * threshold / 2))
+        assert np.all(worst_error(pairs) <= limit + 1e-12)
+        num_partial += ((eta > 0) & (eta < 0.1)).sum()
+    assert num_partial > 100
+
+
 def test_a_baseline_changes_nothing_without_a_mask():
     pairs = batches(9, 1)[0]
     rewards = np.random.default_rng(0).random(error_weights(pairs).shape)

@@ -86,6 +86,9 @@ def test_three_tokens_by_hand(bound, by_hand):
 
 def test_the_trivial_bound_adds_the_shift_and_the_token_divergences():
     assert trivial_bound(THREE_TOKENS) == pytest.approx(0.15 + 0.1 + 0.05 + 0.02)
+    # Without the profile: the token divergences sum to at most T sqrt(delta/2) = 0.3 and sqrt(T KL_seq / 2) = 0.173.
+    without_profile = Divergences.at_most(3, 0.02, kl_seq=0.02, tv_seq=0.1)
+    assert trivial_bound(without_profile) == pytest.approx(0.1 + 0.03**0.5)
 
 
 def test_the_paper_unified_bound_is_the_smallest_of_its_six():
@@ -119,7 +122,7 @@ def direct_sums(length, epsilon, delta, tv_seq, kl_seq):
         "adaptive_tv": 4 * token_tv * linear.sum(),
         "adaptive_hybrid": 4 * token_tv * np.minimum(linear, roots).sum(),
         "prefix_adaptive": 4 * token_tv * prefix.sum(),
-        "trivial": tv_seq + length * token_tv,
+        "trivial": tv_seq + min(length * token_tv, np.sqrt(length * kl_seq / 2)),
     }
 
 

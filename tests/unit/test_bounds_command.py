@@ -2,12 +2,13 @@ import argparse
 import json
 import subprocess
 import sys
+from pathlib import Path
 
 import numpy as np
 import pytest
 
 from pipelines import bounds as command
-from trm_repro.bounds import BOUNDS, Divergences, every_bound
+from trm_repro.bounds import BOUNDS, Divergences, KnownLimits, every_bound, largest_delta, largest_length
 from trm_repro.errors import InputError
 
 
@@ -160,3 +161,53 @@ sys.exit(f"imported {heavy}" if heavy else f"took {time.process_time()} s" if ti
 """
     finished = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=False)
     assert finished.returncode == 0, finished.stderr
+
+
+def doc_rows(title):
+    """Cells of the table rows in one section of docs/theory.md."""
+    text = (Path(__file__).parents[2] / "docs" / "theory.md").read_text()
+    section = text.split(f". {title}\n")[1].split("\n## ")[0]
+    rows = [[cell.strip() for cell in line.split("|")[1:-1]] for line in section.splitlines() if line.startswith("|")]
+    return [row for row in rows if not row[0].startswith("--")]
+
+
+def test_the_page_on_theory_prints_what_the_code_computes():
+    rows = doc_rows("What a threshold guarantees")
+    numbers = [row for row in rows if row[0].replace(",", "").isdigit()]
+    assert len(numbers) == 10
+    for row in numbers:
+        length = int(row[0].replace(",", ""))
+        divergences = Divergences.at_most(length, 0.05)
+        paper, sharp = (every_bound(divergences, constants=constants) for constants in ("paper", "sharp"))
+        expected = [paper["pinsker_marginal_kl"], sharp["pinsker_marginal_kl"], paper["trivial"], sharp["unified"]]
+        expected += [largest_delta(length, KnownLimits(), constants=constants) for constants in ("paper", "sharp")]
+        printed = [np.inf if cell == "any" else float(cell.replace(",", "")) for cell in row[1:]]
+        assert printed == pytest.approx([float(value) for value in expected], rel=5e-3)
+        assert paper["unified"] == paper["pinsker_marginal_kl"]
+    deltas, *lengths = (row for row in rows if row[0] in ("delta", "paper", "sharp"))
+    for constants, *printed in lengths:
+        found = [largest_length(float(delta), KnownLimits(), constants=constants) for delta in deltas[1:]]
+        assert [float(cell.replace(",", "")) for cell in printed] == found
+
+
+def test_the_page_on_theory_prints_our_table_1(capsys):
+    settings = run_json(capsys)
+    rows = {row[0].lower().replace("(ours)", "").strip(): row[1:] for row in doc_rows("Table 1")[1:]}
+    names = {
+        "classical": "classical",
+        "coupling": "coupling",
+        "pinsker-marginal, kl, simplified": "simplified_pinsker_marginal_kl",
+        "pinsker-marginal, tv, simplified": "simplified_pinsker_marginal_tv",
+        "mixed, kl": "mixed_kl",
+        "mixed, tv": "mixed_tv",
+        "adaptive, hybrid, worst case": "adaptive_hybrid",
+        "prefix-adaptive": "prefix_adaptive",
+        "trivial": "trivial",
+        "unified": "unified",
+    }
+    assert set(rows) == set(names)
+    for title, cells in rows.items():
+        for setting, (published, paper, sharp) in zip(("kl_only", "kl_and_tv"), (cells[:3], cells[3:]), strict=True):
+            assert published == settings[setting]["published"].get(names[title], "")
+            assert paper == f"{settings[setting]['bounds']['paper'][names[title]]:.2f}"
+            assert sharp == f"{settings[setting]['bounds']['sharp'][names[title]]:.2f}"

@@ -3,6 +3,7 @@
 from trm_repro.rollout.engine import (
     Completion,
     RolloutEngine,
+    Sampler,
     SamplingRequest,
     SamplingSettings,
     start_engine,
@@ -14,6 +15,7 @@ __all__ = [
     "Probe",
     "ProbeReading",
     "RolloutEngine",
+    "Sampler",
     "SamplingRequest",
     "SamplingSettings",
     "probe_contexts",

@@ -65,7 +65,15 @@ class Completion:
     finished: bool
 
 
-class RolloutEngine(Protocol):
+class Sampler(Protocol):
+    """Something to sample from."""
+
+    def sample(self, requests: Sequence[SamplingRequest], settings: SamplingSettings) -> list[Completion]:
+        """Sample one response per request, in order."""
+        ...
+
+
+class RolloutEngine(Sampler, Protocol):
     """An inference engine."""
 
     vocab_size: int
@@ -76,10 +84,6 @@ class RolloutEngine(Protocol):
         Args:
             weights: float32 tensors under the policy's own names; the engine rounds them to its precision.
         """
-        ...
-
-    def sample(self, requests: Sequence[SamplingRequest], settings: SamplingSettings) -> list[Completion]:
-        """Sample one response per request, in order."""
         ...
 
 

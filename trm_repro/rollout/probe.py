@@ -116,7 +116,8 @@ class Probe:
         """Return the engine's gap to the policy, and the gap that precision alone makes in the policy."""
         requests = [SamplingRequest(prompt_ids=context, seed=index) for index, context in enumerate(self.contexts)]
         sampled = engine.sample(requests, SamplingSettings(max_tokens=1, distribution="full"))
-        engine_distribution = torch.cat([completion.log_distribution for completion in sampled])  # [contexts, V]
+        distributions = [c.log_distribution for c in sampled if c.log_distribution is not None]
+        engine_distribution = torch.cat(distributions)  # [contexts, V]
         policy_distribution = self._next_token(weights)
         rounded = {name: round_weight(name, weight, self.precision) for name, weight in weights.items()}
         rounded_distribution = self._next_token(rounded)

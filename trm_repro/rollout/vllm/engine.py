@@ -26,6 +26,7 @@ ENVIRONMENT = {
     "DO_NOT_TRACK": "1",
 }
 BLOCK_TOKENS = 16  # max_model_len is rounded up to a multiple of this
+CPU_BATCH_TOKENS = 8192
 
 
 class VllmEngine:
@@ -52,11 +53,20 @@ class VllmEngine:
                 "rollout.engine=transformers"
             ) from None
         self.precision = config.precision
+        model_length = -(-max_length // BLOCK_TOKENS) * BLOCK_TOKENS
+        on_cpu: dict[str, Any] = {}
+        if not torch.cuda.is_available():
+            # A request whose prompt is cut into chunks makes vLLM rewind its seeded generator, which a CPU generator
+            # cannot do ("CPU Generator does not use offset").
+            on_cpu = {
+                "enforce_eager": True,
+                "enable_chunked_prefill": False,
+                "max_num_batched_tokens": max(CPU_BATCH_TOKENS, model_length),
+            }
         self.llm = LLM(
             model=str(model_path),
             dtype=str(compute_dtype(config.precision)).removeprefix("torch."),
-            max_model_len=-(-max_length // BLOCK_TOKENS) * BLOCK_TOKENS,
-            enforce_eager=not torch.cuda.is_available(),
+            max_model_len=model_length,
             kv_cache_memory_bytes=config.kv_cache_bytes,
             max_num_seqs=config.max_concurrent_sequences,
             enable_prefix_caching=config.prefix_caching,
@@ -67,6 +77,7 @@ class VllmEngine:
             disable_log_stats=True,
             use_tqdm_on_load=False,
             seed=0,
+            **on_cpu,
         )
         hf_config = self.llm.llm_engine.model_config.hf_config
         self.vocab_size = int(hf_config.vocab_size)

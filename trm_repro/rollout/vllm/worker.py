@@ -20,7 +20,7 @@ class WorkerExtension:
         the kernel first makes it again from the loaded weights.
         """
         for module in self.model_runner.model.modules():
-            method = getattr(module, "quant_method", None)
+            method: Any = getattr(module, "quant_method", None)
             if getattr(method, "moe_kernel", None) is not None:
                 method.moe_kernel = None
         self.model_runner.reload_weights(weights_iterator=iter(weights))

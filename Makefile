@@ -1,0 +1,52 @@
+# Everything a user runs; `make help` lists it. Extra arguments: make reproduce ARGS="conf/smoke.yaml seed=3"
+
+VENV := .venv
+BIN := $(VENV)/bin
+PYTHON ?= $(shell command -v python3.11 || command -v python3.12 || command -v python3)
+# Where PyTorch serves its CPU builds; used only if the plain install does not find the pinned one.
+TORCH_INDEX ?= https://download.pytorch.org/whl/cpu
+PIP := $(BIN)/python -m pip --disable-pip-version-check
+TORCH := $(shell grep '^torch==' requirements/cpu.txt)
+ARGS ?=
+
+.DEFAULT_GOAL := help
+.PHONY: help setup reproduce report test check bench clean
+
+help: ## list the targets
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-10s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
+
+setup: $(VENV)/.installed ## install everything into .venv (about 4 GB, 3 minutes); does nothing when up to date
+
+$(VENV)/.installed: requirements/cpu.txt requirements/dev.txt pyproject.toml
+	@$(PYTHON) -c 'import sys; assert (3, 11) <= sys.version_info < (3, 13)' 2>/dev/null || \
+		{ echo "setup: needs Python 3.11 or 3.12, found $$($(PYTHON) --version 2>&1); install one or give PYTHON=..." >&2; exit 2; }
+	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	@echo "setup: installing about 4 GB into $(VENV), which takes a few minutes"
+	@$(PIP) install --quiet --no-deps '$(TORCH)' 2>/dev/null || \
+		$(PIP) install --quiet --no-deps --extra-index-url $(TORCH_INDEX) '$(TORCH)'
+	@$(PIP) install --quiet --no-deps -r requirements/cpu.txt
+	@$(PIP) install --quiet --no-deps -r requirements/dev.txt
+	@$(PIP) install --quiet --no-deps --no-build-isolation --editable .
+	@touch $@
+	@echo "setup: done"
+
+reproduce: setup ## re-run the paper in miniature: every arm, figures, report (about 20 minutes on 2 cores)
+	@$(BIN)/trm-repro reproduce $(ARGS)
+
+report: setup ## draw the figures and write the report again, from MLflow
+	@$(BIN)/trm-repro report $(ARGS)
+
+test: setup ## run the tests
+	@$(BIN)/python -m pytest $(ARGS)
+
+check: setup ## lint, types, import rules
+	@$(BIN)/ruff check .
+	@$(BIN)/ruff format --check .
+	@$(BIN)/mypy
+	@$(BIN)/lint-imports
+
+bench: setup ## measure the engine's gap and print a table
+	@$(BIN)/python benchmarks/engine_gap.py $(ARGS)
+
+clean: ## delete the environment and caches; runs/ stays
+	@rm -rf $(VENV) *.egg-info .mypy_cache .ruff_cache .pytest_cache .import_linter_cache .hypothesis

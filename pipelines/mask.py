@@ -1,0 +1,54 @@
+"""`trm-repro mask`: score a shard with a policy and say which sequences it would keep."""
+
+import argparse
+import sys
+from pathlib import Path
+
+from pipelines.arguments import add_arm_argument, add_config_arguments, config_from
+
+HELP = "score a shard with the starting policy or a checkpoint, and write which sequences the mask keeps"
+
+
+def configure(parser: argparse.ArgumentParser) -> None:
+    """Add the command's arguments."""
+    add_config_arguments(parser)
+    add_arm_argument(parser)
+    parser.add_argument("--in", dest="shard", type=Path, required=True, help="rollout shard, step_NNNNN.parquet")
+    parser.add_argument("--checkpoint", type=Path, help="checkpoint.ckpt of a run; default: the starting policy")
+    parser.add_argument("--out", type=Path, help="file to write; default: SHARD.masks.parquet beside the shard")
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Run the command."""
+    from pipelines.checkpoints import load_into, read_checkpoint
+    from pipelines.recorder import mask_rows
+    from pipelines.session import set_threads
+    from pipelines.train import build_module, random_control, starting_policy
+    from trm_repro.batch import RolloutBatch
+    from trm_repro.shards import read_rollouts, write_masks
+    from trm_repro.step_metrics import UpdateRecord
+
+    config = config_from(arguments)
+    set_threads(config.num_threads)
+    rollouts, step = read_rollouts(arguments.shard)
+    module = build_module(config, starting_policy(config, show_progress=True), random_control(config))
+    module.configure_model()
+    if arguments.checkpoint is not None:
+        load_into(module.policy, read_checkpoint(arguments.checkpoint), arguments.checkpoint)
+    batch = RolloutBatch.from_rollouts(rollouts)
+    measurement = module.measure(batch)
+    sequence_mask = module.mask(measurement, batch, update=0)
+    record = UpdateRecord(
+        batch=batch,
+        measurement=measurement,
+        sequence_mask=sequence_mask,
+        loss=0.0,
+        gradient_norm=0.0,
+        is_skipped=True,
+        learning_rate=0.0,
+    )
+    path = arguments.out or arguments.shard.with_suffix(".masks.parquet")
+    write_masks(path, mask_rows([record]), step)
+    kept = int(sequence_mask.sum())
+    sys.stdout.write(f"{path}: {config.mask.criterion} keeps {kept} of {len(rollouts)} sequences of step {step}\n")
+    return 0

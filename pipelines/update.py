@@ -1,0 +1,63 @@
+"""`trm-repro update`: train one step on a shard, as training would, and write masks, metrics and the new policy."""
+
+import argparse
+import json
+import sys
+from pathlib import Path
+
+from pipelines.arguments import add_arm_argument, add_config_arguments, config_from
+
+HELP = "train one step on a shard, from the starting policy or a checkpoint"
+
+
+def configure(parser: argparse.ArgumentParser) -> None:
+    """Add the command's arguments."""
+    add_config_arguments(parser)
+    add_arm_argument(parser)
+    parser.add_argument("--in", dest="shard", type=Path, required=True, help="rollout shard, step_NNNNN.parquet")
+    parser.add_argument("--checkpoint", type=Path, help="checkpoint.ckpt of the run before this step")
+    parser.add_argument("--out", type=Path, required=True, help="folder for masks, metrics and policy")
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Run the command."""
+    from pipelines.checkpoints import read_checkpoint
+    from pipelines.recorder import mask_rows
+    from pipelines.run_directory import write_atomically
+    from pipelines.session import set_threads
+    from pipelines.train import build_module, build_trainer, random_control, starting_policy
+    from trm_repro.datamodule import RolloutDataModule, shard_name
+    from trm_repro.errors import InputError
+    from trm_repro.policy import load_tokenizer, save_policy
+    from trm_repro.shards import read_rollouts, write_masks
+    from trm_repro.step_metrics import step_metrics
+
+    config = config_from(arguments)
+    set_threads(config.num_threads)
+    rollouts, step = read_rollouts(arguments.shard)
+    num_done = 0 if arguments.checkpoint is None else read_checkpoint(arguments.checkpoint).num_steps
+    if num_done != step:
+        raise InputError(
+            f"{arguments.shard} holds step {step}, but {arguments.checkpoint or 'the starting policy'} has done "
+            f"{num_done} steps; give --checkpoint of the run after {step} steps"
+        )
+    if len(rollouts) % config.update.num_updates_per_rollout:
+        raise InputError(
+            f"{arguments.shard} has {len(rollouts)} sequences, which update.num_updates_per_rollout="
+            f"{config.update.num_updates_per_rollout} does not divide"
+        )
+    model_path = starting_policy(config, show_progress=True)
+    module = build_module(config, model_path, random_control(config))
+    data = RolloutDataModule(config, None, run_name="update", stored=rollouts)
+    trainer = build_trainer(step + 1, [])
+    trainer.fit(module, datamodule=data, ckpt_path=arguments.checkpoint, weights_only=True)
+    metrics = step_metrics(module.records, config.loss)
+    write_masks(arguments.out / f"masks_{shard_name(step)}", mask_rows(module.records), step)
+    write_atomically(arguments.out / "metrics.json", json.dumps(metrics, indent=2) + "\n")
+    save_policy(module.policy, load_tokenizer(model_path), arguments.out / "policy")
+    sys.stdout.write(
+        f"{arguments.out}: step {step}, {len(module.records)} updates, "
+        f"{metrics['mask/kept_sequence_fraction']:.0%} of sequences kept, "
+        f"{metrics['train/num_skipped_updates']:.0f} updates skipped\n"
+    )
+    return 0
