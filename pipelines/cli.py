@@ -39,7 +39,7 @@ def main(argv: list[str] | None = None) -> int:
     module.configure(command_parser)
     rest = list(argv[1:] if argv is not None else sys.argv[2:])
     try:
-        return int(module.run(command_parser.parse_args(rest)))
+        return int(module.run(command_parser.parse_intermixed_args(rest)))
     except InputError as error:
         return _fail(str(error), 2)
     except OSError as error:

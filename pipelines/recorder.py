@@ -2,6 +2,7 @@
 
 import os
 import time
+from typing import Any
 
 import lightning as L  # noqa: N812
 import torch
@@ -40,6 +41,10 @@ class StepRecorder(L.Callback):
             self.evaluate(trainer, version=0)
         self.step_began = time.perf_counter()
 
+    def on_train_epoch_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        """Note the probe of this step's rollouts; an evaluation will sync other weights."""
+        self.probe_reading = self.session.engine.reading
+
     def on_train_epoch_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         """Finish a step; the checkpoint comes last, so that what it says is on disk."""
         assert isinstance(pl_module, TRMModule)
@@ -52,7 +57,7 @@ class StepRecorder(L.Callback):
         is_due = (step + 1) % self.config.evaluation.every_steps == 0
         if is_due or step + 1 == self.config.num_steps:
             self.evaluate(trainer, version=step + 1)
-        metrics |= self.probe_metrics()
+        metrics |= {"probe/gap": self.probe_reading.gap, "probe/threshold": self.probe_reading.threshold}
         timings, spans = self.timings(metrics["rollout/num_tokens"], data, pl_module)
         num_kept = [int(record.sequence_mask.sum()) for record in records]
         self.spool.append(
@@ -67,6 +72,15 @@ class StepRecorder(L.Callback):
         )
         self.save_checkpoint(trainer)
         self.remove_old_shards(step)
+
+    def on_save_checkpoint(self, trainer: L.Trainer, pl_module: L.LightningModule, checkpoint: dict[str, Any]) -> None:
+        """Count the step as done: it is, and a resumed run must begin the next one, not end this one again."""
+        loop = checkpoint["loops"]["fit_loop"]
+        for progress in loop["epoch_progress"].values():
+            progress["completed"] = progress["processed"]
+        batches = loop["epoch_loop.batch_progress"]
+        batches["current"] = dict.fromkeys(batches["current"], 0)
+        batches["is_last_batch"] = False
 
     def evaluate(self, trainer: L.Trainer, version: int) -> None:
         """Score the newest policy on held-out problems: greedily, and by sampling."""
@@ -105,11 +119,6 @@ class StepRecorder(L.Callback):
             )
         metrics = {"score/greedy": average_at_k(greedy), "score/avg_at_k": average_at_k(sampled)}
         self.spool.append(SpoolEntry(step=version, kind="evaluate", time=time.time(), metrics=metrics))
-
-    def probe_metrics(self) -> dict[str, float]:
-        """Return the last comparison of engine and policy."""
-        reading = self.session.engine.reading
-        return {"probe/gap": reading.gap, "probe/threshold": reading.threshold}
 
     def timings(
         self, num_tokens: float, data: RolloutDataModule, module: TRMModule

@@ -1,8 +1,10 @@
 """The files of one run: where they are, and whether they belong to the configuration at hand."""
 
 import dataclasses
+import fcntl
 import os
 from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 from trm_repro.config import RunConfig, load_config, to_yaml
@@ -52,6 +54,21 @@ class RunDirectory:
                     "output.dir, or delete that folder"
                 )
         write_atomically(self.config_file, to_yaml(self.config))
+
+    @contextmanager
+    def locked(self) -> Iterator[None]:
+        """Hold the run for this process; the lock ends with the process, however it ends.
+
+        Raises:
+            InputError: if another process holds it.
+        """
+        self.path.mkdir(parents=True, exist_ok=True)
+        with (self.path / "lock").open("w") as file:
+            try:
+                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                raise InputError(f"{self.path}: another process is training this run; wait for it or stop it") from None
+            yield
 
     def finish(self) -> None:
         """Note the number of steps done."""

@@ -20,7 +20,8 @@ from trm_repro.errors import InputError
 from trm_repro.module import TRMModule
 from trm_repro.policy import load_tokenizer, save_policy
 from trm_repro.rollout.sampler import RolloutSampler
-from trm_repro.warm_start import ensure_warm_start
+from trm_repro.warm_start import REPORT as WARM_START_REPORT
+from trm_repro.warm_start import ensure_warm_start, warm_start_path
 
 HELP = "train one arm with one seed"
 
@@ -57,7 +58,8 @@ def starting_policy(config: RunConfig, *, show_progress: bool = False) -> Path:
     """Return the directory of the policy training starts from: policy.path, or the cached warm start."""
     if config.policy.path is not None:
         return Path(config.policy.path)
-    with tqdm(desc=f"warm start, seed {config.seed}", unit=" steps", disable=not show_progress) as bar:
+    is_cached = (warm_start_path(config) / WARM_START_REPORT).is_file()
+    with tqdm(desc=f"warm start, seed {config.seed}", unit=" steps", disable=is_cached or not show_progress) as bar:
 
         def progress(step: int, pass_rate: float) -> None:
             bar.update(step - bar.n)
@@ -110,17 +112,18 @@ def train_run(
         FaultError: if going on would give wrong results.
     """
     directory = RunDirectory(config)
-    module = build_module(config, model_path, num_kept)
-    sampler = RolloutSampler(config, session.engine, session.tokenizer)
-    data = RolloutDataModule(config, sampler, run_name=str(directory.path), shard_dir=directory.shards)
-    callbacks: list[L.Callback] = [StepRecorder(config, directory, session)]
-    if show_progress:
-        callbacks.append(StepBar(directory.name, config.num_steps))
-    trainer = build_trainer(config.num_steps, callbacks)
-    checkpoint = directory.checkpoint if directory.checkpoint.is_file() else None
-    trainer.fit(module, datamodule=data, ckpt_path=checkpoint, weights_only=True)
-    save_policy(module.policy, session.tokenizer, directory.policy)
-    directory.finish()
+    with directory.locked():
+        module = build_module(config, model_path, num_kept)
+        sampler = RolloutSampler(config, session.engine, session.tokenizer)
+        data = RolloutDataModule(config, sampler, run_name=str(directory.path), shard_dir=directory.shards)
+        callbacks: list[L.Callback] = [StepRecorder(config, directory, session)]
+        if show_progress:
+            callbacks.append(StepBar(directory.name, config.num_steps))
+        trainer = build_trainer(config.num_steps, callbacks)
+        checkpoint = directory.checkpoint if directory.checkpoint.is_file() else None
+        trainer.fit(module, datamodule=data, ckpt_path=checkpoint, weights_only=True)
+        save_policy(module.policy, session.tokenizer, directory.policy)
+        directory.finish()
 
 
 def random_control(config: RunConfig) -> dict[int, list[int]] | None:

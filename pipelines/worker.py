@@ -3,7 +3,9 @@
 It writes to the run's folder only. The parent hears through a pipe when a job has ended.
 """
 
+import ctypes
 import os
+import signal
 import sys
 import traceback
 from collections.abc import Mapping, Sequence
@@ -13,6 +15,8 @@ from pathlib import Path
 
 from trm_repro.config import RunConfig
 from trm_repro.errors import FaultError, InputError
+
+PR_SET_PDEATHSIG = 1  # of Linux's prctl
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -44,6 +48,7 @@ def worker_main(connection: Connection, log_file: Path) -> None:
         connection: receives jobs, sends outcomes.
         log_file: where everything printed goes.
     """
+    _die_with_parent()
     _redirect_output(log_file)
     session = None
     while True:
@@ -77,6 +82,14 @@ def _do(job: Job, session: object) -> object:
     assert isinstance(session, Session)
     train_run(job.config, session, model_path, job.num_kept)
     return session
+
+
+def _die_with_parent() -> None:
+    """End when the parent does, however it ends: two generations of workers must never write to one run."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the whole group; the parent decides
+    ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+    if os.getppid() == 1:
+        os.kill(os.getpid(), signal.SIGKILL)
 
 
 def _redirect_output(log_file: Path) -> None:

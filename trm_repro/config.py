@@ -248,6 +248,9 @@ def _read_yaml(path: Path) -> DictConfig:
 def _merge(base: DictConfig, update: DictConfig, source: str) -> DictConfig:
     if "${" in OmegaConf.to_yaml(update):
         raise InputError(f"{source}: references ${{...}} are not supported; write the value out")
+    for section in base:
+        if isinstance(base[section], DictConfig) and not isinstance(update.get(section, base[section]), DictConfig):
+            raise InputError(f"{source}: {section} is a section with keys of its own, got {update[section]!r}")
     try:
         merged = OmegaConf.merge(base, update)
     except ConfigKeyError as error:

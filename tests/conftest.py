@@ -1,0 +1,62 @@
+"""Fixtures that several test files share: data from outside, and one small experiment run once."""
+
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+ROOT = Path(__file__).resolve().parents[1]
+SMOKE = ROOT / "conf" / "smoke.yaml"
+
+torch.set_num_threads(1)
+os.environ["OMP_NUM_THREADS"] = "1"
+
+
+@pytest.fixture(scope="session")
+def test_data() -> Path:
+    """Folder of problem files that are not part of the project."""
+    folder = os.environ.get("TRM_REPRO_TEST_DATA")
+    if not folder:
+        pytest.skip("TRM_REPRO_TEST_DATA is not set: it names a folder with AIME problems and grading cases")
+    return Path(folder)
+
+
+def run_command(*arguments: object, timeout: float = 280) -> subprocess.CompletedProcess[str]:
+    """Run trm-repro as a user does."""
+    return subprocess.run(
+        [sys.executable, "-m", "pipelines.cli", *map(str, arguments)],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        timeout=timeout,
+        stdin=subprocess.DEVNULL,
+    )
+
+
+@pytest.fixture
+def cli():
+    """The command line, as a function that returns the finished process."""
+    return run_command
+
+
+@pytest.fixture(scope="session")
+def smoke(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Output folder of a finished `reproduce conf/smoke.yaml`; treat it as read-only."""
+    folder = tmp_path_factory.mktemp("smoke")
+    done = run_command(
+        "reproduce", SMOKE, f"output.dir={folder / 'runs'}", f"output.warm_start_dir={folder / 'warm_starts'}"
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    (folder / "stdout.txt").write_text(done.stdout)
+    return folder
+
+
+@pytest.fixture
+def smoke_copy(smoke: Path, tmp_path: Path) -> Path:
+    """A copy of the finished experiment that a test may change."""
+    shutil.copytree(smoke, tmp_path / "smoke")
+    return tmp_path / "smoke"

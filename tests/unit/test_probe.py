@@ -1,0 +1,220 @@
+import math
+
+import pytest
+import torch
+from torch.func import functional_call
+
+from tests.unit.builders import TOKENIZER, VOCAB_SIZE, tiny_policy
+from trm_repro.config import RunConfig
+from trm_repro.errors import FaultError
+from trm_repro.rollout import Completion, Probe, probe_contexts
+from trm_repro.rollout.precision import round_weight
+from trm_repro.rollout.sampler import chain_probe_contexts
+from trm_repro.rollout.synced_engine import SyncedEngine, policy_weights
+
+CONTEXTS = chain_probe_contexts(RunConfig(), TOKENIZER)[:24]
+FACTOR = 5.0
+
+
+class FakeEngine:
+    """Answers with the distributions of the weights it holds, shifted along a fixed direction by chosen noise.
+
+    ``noise`` scales the shift of the logits; the divergence it makes grows with its square.
+    ``is_deaf`` engines keep their weights whatever they are sent. ``num_flipped`` contexts get another answer.
+    """
+
+    vocab_size = VOCAB_SIZE
+
+    def __init__(self, policy, *, precision="float32", noise=0.0):
+        self.model = policy.model
+        self.precision = precision
+        self.noise = noise
+        self.is_deaf = False
+        self.num_flipped = 0
+        self.direction = torch.randn(len(CONTEXTS), VOCAB_SIZE, generator=torch.Generator().manual_seed(3))
+        self.load_weights(policy_weights(policy))
+
+    def load_weights(self, weights):
+        if not self.is_deaf:
+            self.weights = {name: round_weight(name, weight, self.precision) for name, weight in weights.items()}
+
+    @torch.no_grad()
+    def sample(self, requests, settings):
+        assert (settings.max_tokens, settings.distribution) == (1, "full")
+        completions = []
+        for index, request in enumerate(requests):
+            inputs = {"input_ids": torch.tensor([request.prompt_ids])}
+            logits = functional_call(self.model, self.weights, kwargs=inputs).logits[0, -1].float()
+            logits = logits + self.noise * self.direction[index]
+            if index < self.num_flipped:
+                logits = logits.flip(0)
+            log_distribution = torch.log_softmax(logits, dim=-1)[None]
+            completions.append(
+                Completion(
+                    token_ids=(0,),
+                    logprobs=log_distribution[:, 0],
+                    log_distribution=log_distribution,
+                    experts=None,
+                    finished=False,
+                )
+            )
+        return completions
+
+
+def probe_for(policy, precision="float32"):
+    return Probe(policy, CONTEXTS, precision, FACTOR)
+
+
+def trained(policy, *, rate=0.01):
+    """Weights a little further on: every one moved by the given share of its own size."""
+    generator = torch.Generator().manual_seed(1)
+    return {
+        name: weight * (1 + rate * torch.randn(weight.shape, generator=generator))
+        for name, weight in policy_weights(policy).items()
+    }
+
+
+def upper_quartile_of_kl(policy, weights, engine):
+    """Compute the probe's gap context by context."""
+    gaps = []
+    for index, context in enumerate(CONTEXTS):
+        with torch.no_grad():
+            logits = functional_call(policy.model, weights, kwargs={"input_ids": torch.tensor([context])}).logits[0, -1]
+        q = torch.log_softmax(logits.double(), dim=-1)
+        p = torch.log_softmax(logits.double() + engine.noise * engine.direction[index].double(), dim=-1)
+        gaps.append((p.exp() * (p - q)).sum())
+    return torch.stack(gaps).quantile(0.75).item()
+
+
+@pytest.fixture(params=["dense", "moe"])
+def policy(request):
+    return tiny_policy(request.param)
+
+
+def test_the_gap_is_the_upper_quartile_of_the_exact_kl_over_contexts(policy):
+    weights = policy_weights(policy)
+    engine = FakeEngine(policy, noise=3e-3)
+    expected = upper_quartile_of_kl(policy, weights, engine)
+    reading = probe_for(policy).start(engine, weights)
+    assert 1e-6 < expected < 1e-5
+    assert reading.gap == pytest.approx(expected, rel=0.1)
+    assert reading.threshold == pytest.approx(FACTOR * reading.gap)
+
+
+def test_an_engine_at_its_measured_noise_passes_after_every_sync(policy):
+    probe, engine = probe_for(policy), FakeEngine(policy, noise=3e-3)
+    started = probe.start(engine, policy_weights(policy))
+    weights = trained(policy)
+    engine.load_weights(weights)
+    reading = probe.check(engine, weights, version=1)
+    assert reading.gap < 2 * started.gap < reading.threshold
+
+
+def test_ten_times_the_noise_stops_the_run(policy):
+    probe, engine = probe_for(policy), FakeEngine(policy, noise=3e-3)
+    weights = policy_weights(policy)
+    started = probe.start(engine, weights)
+    engine.noise *= math.sqrt(10.0)  # ten times the divergence
+    with pytest.raises(FaultError, match=r"stale weights: after the sync of weight version 8 .* 5 times its own noise"):
+        probe.check(engine, weights, version=8)
+    assert upper_quartile_of_kl(policy, weights, engine) == pytest.approx(10 * started.gap, rel=0.1)
+
+
+@pytest.mark.parametrize(("factor", "passes"), [(4.5, True), (5.5, False)])
+def test_the_threshold_is_the_configured_multiple_of_the_noise(policy, factor, passes):
+    probe, engine = probe_for(policy), FakeEngine(policy, noise=2e-3)
+    weights = policy_weights(policy)
+    probe.start(engine, weights)
+    engine.noise *= math.sqrt(factor)
+    if passes:
+        probe.check(engine, weights, version=1)
+    else:
+        with pytest.raises(FaultError):
+            probe.check(engine, weights, version=1)
+
+
+@pytest.mark.parametrize("precision", ["float32", "bfloat16", "int8", "fp8"])
+def test_an_engine_that_only_rounds_passes_and_one_with_stale_weights_does_not(policy, precision):
+    probe, engine = probe_for(policy, precision), FakeEngine(policy, precision=precision)
+    probe.start(engine, policy_weights(policy))
+    weights = trained(policy, rate=0.3)
+    engine.load_weights(weights)
+    fresh = probe.check(engine, weights, version=1)
+    assert fresh.gap <= fresh.threshold
+    engine.is_deaf = True
+    later = trained(policy, rate=0.6)
+    engine.load_weights(later)
+    with pytest.raises(FaultError, match="stale weights"):
+        probe.check(engine, later, version=2)
+
+
+def test_a_few_flipped_contexts_pass_and_many_do_not(policy):
+    probe, engine = probe_for(policy), FakeEngine(policy, noise=1e-3)
+    weights = policy_weights(policy)
+    probe.start(engine, weights)
+    engine.num_flipped = 4  # of 24: below the upper quartile
+    probe.check(engine, weights, version=1)
+    engine.num_flipped = 8
+    with pytest.raises(FaultError, match="stale weights"):
+        probe.check(engine, weights, version=1)
+
+
+def test_an_engine_that_does_not_run_the_model_is_refused_at_the_start(policy):
+    engine = FakeEngine(policy, noise=1.0)
+    with pytest.raises(FaultError, match="disagree on the model they both loaded"):
+        probe_for(policy).start(engine, policy_weights(policy))
+
+
+def test_an_engine_that_answers_nan_is_refused_at_the_start(policy):
+    engine = FakeEngine(policy, noise=math.nan)
+    with pytest.raises(FaultError):
+        probe_for(policy).start(engine, policy_weights(policy))
+
+
+def test_an_engine_that_answers_nan_later_stops_the_run(policy):
+    probe, engine = probe_for(policy), FakeEngine(policy)
+    weights = policy_weights(policy)
+    probe.start(engine, weights)
+    engine.noise = math.nan
+    with pytest.raises(FaultError, match="stale weights"):
+        probe.check(engine, weights, version=1)
+
+
+def test_a_synced_engine_is_loaded_and_probed_once_per_version(policy):
+    probe, engine = probe_for(policy), FakeEngine(policy)
+    synced = SyncedEngine(engine, probe, probe.start(engine, policy_weights(policy)))
+    first, second = trained(policy, rate=0.1), trained(policy, rate=0.2)
+    synced.sync(first, run="a", version=1)
+    held = engine.weights
+    synced.sync(first, run="a", version=1)
+    assert engine.weights is held
+    synced.sync(second, run="b", version=1)  # the same version of another run
+    assert engine.weights is not held
+    assert synced.holds == ("b", 1)
+
+
+def test_a_synced_engine_that_failed_its_probe_is_loaded_again(policy):
+    probe, engine = probe_for(policy), FakeEngine(policy)
+    synced = SyncedEngine(engine, probe, probe.start(engine, policy_weights(policy)))
+    weights = trained(policy, rate=0.3)
+    engine.is_deaf = True
+    for _ in range(2):
+        with pytest.raises(FaultError):
+            synced.sync(weights, run="a", version=1)
+        assert synced.holds is None
+    engine.is_deaf = False
+    synced.sync(weights, run="a", version=1)
+    assert synced.holds == ("a", 1)
+
+
+def test_contexts_are_beginnings_of_the_texts_taken_in_turn():
+    texts = [tuple(range(10)), (90, 91), tuple(range(50, 57))]
+    contexts = probe_contexts(texts, 30, seed=0)
+    assert len(contexts) == 30
+    for index, context in enumerate(contexts):
+        text = texts[index % 3]
+        assert 0 < len(context) < len(text)
+        assert text[: len(context)] == context
+    assert len({len(context) for context in contexts[::3]}) > 3
+    assert contexts == probe_contexts(texts, 30, seed=0)
+    assert contexts != probe_contexts(texts, 30, seed=1)
