@@ -53,7 +53,8 @@ def run(arguments: argparse.Namespace) -> int:
     context = context_length(policy)
     settings = config.evaluation
     prompts = [
-        encode_prompt(text, tokenizer, context) for text in _prompt_texts(problems, arguments.task, settings, tokenizer)
+        encode_prompt(text, tokenizer, context, "the model's context length")
+        for text in _prompt_texts(problems, arguments.task, settings, tokenizer)
     ]
     length = max(map(len, prompts)) + settings.max_response_tokens
     _check_context(length, context, settings.max_response_tokens)

@@ -39,6 +39,7 @@ class StepRecorder(L.Callback):
         """Score the starting policy."""
         if trainer.current_epoch == 0:
             self.evaluate(trainer, version=0)
+            self.clock.take()  # the first step's times do not include it
         self.step_began = time.perf_counter()
 
     def on_train_epoch_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:

@@ -114,7 +114,8 @@ def certified_kl_interval(
     With tail mass m, tail Q of pi_theta and p_K the K-th largest probability:
     KL_low takes the tail as one bucket, m log(m / Q) (log-sum inequality). KL_high uses that KL is convex in the
     tail, so that its largest value over {0 <= p_v <= p_K, sum = m} puts p_K on the tokens with the smallest pi_theta.
-    A token with pi_theta = 0 in the tail makes KL_high infinite, unless p_K = 0.
+    A token with pi_theta = 0 in the tail makes KL_high infinite, unless p_K = 0. The width is about m log(p_K / q)
+    at the smallest pi_theta = q: small where the K hold nearly all the mass, and not where pi_roll is broad.
 
     Margin: a stored log-prob l is taken to lie within ``rounding * |l|`` of the true one, plus an error of at most
     ``normalizer_error`` that its row shares. So m = 1 - sum is known up to about ``normalizer_error``, and within 0 and
@@ -308,7 +309,7 @@ def _low(tail: _Tail, stored_kl: Tensor, log_tail_policy: Tensor) -> Tensor:
 
 
 def _high(tail: _Tail, stored_kl: Tensor, tail_policy: Tensor) -> Tensor:
-    """Maximize KL over the tail mass and over all tails below the cap, ``[N]``; tail_policy ``[N, V]`` is +inf elsewhere.
+    """Maximize KL over the tail mass and all tails below the cap, ``[N]``; tail_policy ``[N, V]`` is +inf elsewhere.
 
     The stored part is convex in the mass, so at most a line from its value at the least mass; the line's slope is
     given to the tail, whose tokens then add p (log p - log q + slope) each. That is largest with every token at 0 or

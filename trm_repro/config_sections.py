@@ -186,9 +186,9 @@ class RolloutConfig:
     """Memory for the engine's key-value cache, bytes."""
     max_concurrent_sequences: int = 256
     """Sequences the engine decodes together."""
-    probe_contexts: int = 64
+    probe_contexts: int = 32
     """Fixed contexts on which engine and policy are compared after every sync."""
-    probe_factor: float = 5.0
+    probe_factor: float = 8.0
     """Stop when the probe's gap exceeds this many times the engine's own noise."""
 
     def __post_init__(self) -> None:

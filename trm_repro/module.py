@@ -74,9 +74,11 @@ class TRMModule(L.LightningModule):
         self.records = []
         self.fixed_mask = {}
         if self.config.mask.timing == "once":
+            masks = {}
             for index, batch in enumerate(self.trainer.train_dataloader):
                 mask = self.mask(self.measure(batch), batch, index)
-                self.fixed_mask |= dict(zip(batch.sequence_ids.tolist(), mask.tolist(), strict=True))
+                masks |= dict(zip(batch.sequence_ids.tolist(), mask.tolist(), strict=True))
+            self.fixed_mask = masks
 
     def training_step(self, batch: RolloutBatch, batch_idx: int) -> None:
         """Run Algorithm 1 on one minibatch."""

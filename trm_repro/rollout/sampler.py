@@ -126,13 +126,16 @@ def held_out_problems(config: RunConfig) -> list[Problem]:
     )
 
 
-def encode_prompt(prompt: str, tokenizer: PreTrainedTokenizerFast, max_tokens: int) -> tuple[int, ...]:
+def encode_prompt(
+    prompt: str, tokenizer: PreTrainedTokenizerFast, max_tokens: int, limit_name: str = "rollout.max_prompt_tokens"
+) -> tuple[int, ...]:
     """Tokenize a prompt.
 
     Args:
         prompt: its text.
         tokenizer: of the policy.
         max_tokens: longest prompt allowed.
+        limit_name: what sets that limit, for the message.
 
     Returns:
         At least one token id.
@@ -143,7 +146,7 @@ def encode_prompt(prompt: str, tokenizer: PreTrainedTokenizerFast, max_tokens: i
     token_ids = tuple(tokenizer(prompt).input_ids)
     if not 0 < len(token_ids) <= max_tokens:
         raise InputError(
-            f"a prompt of {len(token_ids)} tokens; expected 1 to {max_tokens}, the value of rollout.max_prompt_tokens"
+            f"a prompt of {len(token_ids)} tokens ({prompt[:40]!r}...); expected 1 to {max_tokens}, set by {limit_name}"
         )
     return token_ids
 
