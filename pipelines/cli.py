@@ -15,6 +15,7 @@ COMMANDS = {
     "update": "train one step on a shard and write masks and the new policy",
     "evaluate": "score a policy on held-out problems or on a file such as AIME25",
     "report": "draw figures and write the report from MLflow",
+    "lengths": "measure how each gate's rejection grows with response length (the paper's Table 2)",
     "bounds": "print the paper's bounds and ours, Table 1 among them",
 }
 

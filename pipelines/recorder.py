@@ -18,7 +18,8 @@ from trm_repro.rollout import SamplingSettings
 from trm_repro.rollout.sampler import encode_prompt
 from trm_repro.shards import MaskRow, write_masks
 from trm_repro.stage_clock import StageClock
-from trm_repro.step_metrics import UpdateRecord, step_metrics
+from trm_repro.step_bounds import step_bounds
+from trm_repro.step_metrics import UpdateRecord, mask_confusions, step_metrics
 
 SAVE_STAGES = ("sync", "rollout", "mask", "update", "evaluate", "record")
 
@@ -54,7 +55,12 @@ class StepRecorder(L.Callback):
         data.take_snapshot(step + 1)
         with self.clock.measure("record"):
             write_masks(self.directory.masks / shard_name(step), mask_rows(records), step)
-            metrics = step_metrics(records, self.config.loss)
+            metrics = step_metrics(records, self.config.loss) | mask_confusions(records, self.config.mask)
+            bounds, profiles = step_bounds(
+                records,
+                length_limit=self.config.rollout.max_response_tokens,
+                divergence_threshold=self.config.mask.max_threshold,
+            )
         is_due = (step + 1) % self.config.evaluation.every_steps == 0
         if is_due or step + 1 == self.config.num_steps:
             self.evaluate(trainer, version=step + 1)
@@ -66,8 +72,9 @@ class StepRecorder(L.Callback):
                 step=step + 1,
                 kind="train",
                 time=time.time(),
-                metrics=metrics | timings,
+                metrics=metrics | bounds | timings,
                 num_kept=num_kept,
+                profiles=profiles,
                 spans=spans,
             )
         )

@@ -23,6 +23,7 @@ class SpoolEntry:
         metrics: by name.
         num_kept: kept sequences of each update of the step.
         spans: (stage, begin, end) in Unix time, seconds.
+        profiles: expected divergence by position: mean_tv and mean_kl, one value for each response position.
     """
 
     step: int
@@ -31,6 +32,7 @@ class SpoolEntry:
     metrics: dict[str, float]
     num_kept: list[int] = field(default_factory=list)
     spans: list[tuple[str, float, float]] = field(default_factory=list)
+    profiles: dict[str, list[float]] = field(default_factory=dict)
 
 
 class MetricsSpool:

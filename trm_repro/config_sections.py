@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 Precision = Literal["bfloat16", "float32", "int8", "fp8"]
-MaskCriterion = Literal["none", "trm_max", "trm_avg", "trm_max_avg", "random"]
+MaskCriterion = Literal["none", "trm_max", "trm_avg", "trm_max_avg", "ln_trm", "ser", "random"]
 MaxEstimator = Literal["exact", "k2"]
 MeanEstimator = Literal["exact", "k3"]
 LossName = Literal["token_is", "ppo_clip"]
@@ -213,7 +213,7 @@ class MaskConfig:
     """Which sequences an update may learn from."""
 
     criterion: MaskCriterion = "trm_avg"
-    """none keeps all; trm_max, trm_avg and trm_max_avg are the paper's; random copies another arm's rate."""
+    """none keeps all; trm_*, ln_trm and ser are the paper's; random copies another arm's rate."""
     max_threshold: float = 0.05
     """TRM-Max: largest token divergence of an accepted sequence, nats."""
     avg_threshold: float = 0.001
@@ -222,6 +222,14 @@ class MaskConfig:
     """Token divergence behind TRM-Max: exact KL(rollout || policy), or k2 from the sampled token."""
     avg_estimator: MeanEstimator = "k3"
     """Token divergence behind TRM-Avg: exact KL(rollout || policy), or k3 from the sampled token."""
+    ln_trm_threshold: float = 0.05
+    """LN-TRM: largest weighted mean of |ratio - 1| of an accepted sequence."""
+    ln_trm_epsilon: float = 0.1
+    """LN-TRM: token TV assumed in the weights, in (0, 1]."""
+    ln_trm_delta: float = 0.05
+    """LN-TRM: token KL assumed in the weights, nats."""
+    ser_threshold: float = 0.05
+    """SER: largest mean of |ratio - 1| of an accepted sequence; the paper recommends 0.03 to 0.10."""
     timing: Literal["each_update", "once"] = "each_update"
     """Recompute the mask before each update (Algorithm 1), or keep the one from before the first."""
     reference_arm: str | None = None
@@ -229,7 +237,8 @@ class MaskConfig:
 
     def __post_init__(self) -> None:
         """Check ranges."""
-        for name in ("max_threshold", "avg_threshold"):
+        require_fraction("mask", ln_trm_epsilon=self.ln_trm_epsilon)
+        for name in ("max_threshold", "avg_threshold", "ln_trm_threshold", "ln_trm_delta", "ser_threshold"):
             value = getattr(self, name)
             require(value > 0, f"mask.{name}", "> 0", value)
         needs_reference = self.criterion == "random"

@@ -74,7 +74,7 @@ class TRMModule(L.LightningModule):
         self.records = []
         self.fixed_mask = {}
         if self.config.mask.timing == "once":
-            masks = {}
+            masks: dict[int, bool] = {}
             for index, batch in enumerate(self.trainer.train_dataloader):
                 mask = self.mask(self.measure(batch), batch, index)
                 masks |= dict(zip(batch.sequence_ids.tolist(), mask.tolist(), strict=True))

@@ -12,7 +12,8 @@ import torch
 from torch import Tensor
 
 from trm_repro.batch import RolloutBatch
-from trm_repro.config_sections import LossConfig
+from trm_repro.config_sections import LossConfig, MaskConfig
+from trm_repro.confusion import mask_confusion
 from trm_repro.divergence import (
     MAX_LOG_RATIO,
     k1_divergence,
@@ -21,6 +22,7 @@ from trm_repro.divergence import (
     perplexity_gap,
 )
 from trm_repro.losses import is_clipped
+from trm_repro.masks import max_divergence_mask, mean_divergence_mask
 from trm_repro.steps import Measurement, clip_range
 
 
@@ -80,6 +82,38 @@ def step_metrics(records: Sequence[UpdateRecord], loss_config: LossConfig) -> di
         ]
     )
     metrics["train/clip_fraction"] = float(clipped.float().mean())
+    return metrics
+
+
+def mask_confusions(records: Sequence[UpdateRecord], mask_config: MaskConfig) -> dict[str, float]:
+    """Compare masks from sampled tokens with masks of exact KL on the same sequences, for both criteria.
+
+    Args:
+        records: the step's updates.
+        mask_config: gives the thresholds.
+
+    Returns:
+        For max (k2) and avg (k3): fractions of all sequences that the sampled estimator accepts and exact KL
+        rejects, and the reverse; empty where the batch has no exact divergences.
+    """
+    if records[0].measurement.kl is None:
+        return {}
+    criteria = {
+        "max": (max_divergence_mask, k2_divergence, mask_config.max_threshold),
+        "avg": (mean_divergence_mask, k3_divergence, mask_config.avg_threshold),
+    }
+    metrics = {}
+    for name, (criterion, estimator, threshold) in criteria.items():
+        sampled, exact = [], []
+        for record in records:
+            mask, kl = record.batch.response_mask, record.measurement.kl
+            assert kl is not None
+            sampled.append(criterion(estimator(record.measurement.log_ratio), mask, threshold))
+            exact.append(criterion(kl, mask, threshold))
+        table = mask_confusion(torch.cat(sampled), torch.cat(exact))
+        metrics[f"confusion/{name}_wrongly_accepted_fraction"] = table.wrongly_accepted_fraction
+        metrics[f"confusion/{name}_wrongly_rejected_fraction"] = table.wrongly_rejected_fraction
+        metrics[f"confusion/{name}_exact_kept_fraction"] = float(torch.cat(exact).float().mean())
     return metrics
 
 

@@ -13,7 +13,14 @@ from trm_repro.batch import RolloutBatch
 from trm_repro.config_sections import LossConfig, MaskConfig, MaskCriterion
 from trm_repro.divergence import k2_divergence, k3_divergence, log_ratio
 from trm_repro.losses import OBJECTIVES, ClipRange, reduce_objective
-from trm_repro.masks import finite_mask, max_divergence_mask, mean_divergence_mask, random_mask
+from trm_repro.masks import (
+    finite_mask,
+    ln_trm_mask,
+    max_divergence_mask,
+    mean_divergence_mask,
+    random_mask,
+    ser_mask,
+)
 from trm_repro.policy import Policy
 
 
@@ -102,7 +109,8 @@ def gate(
         ``[B]`` bool.
     """
     is_finite = finite_mask(measurement.log_ratio, response_mask)
-    return is_finite & CRITERIA[config.criterion](measurement, response_mask, config, control)
+    inputs = MaskInputs(measurement=measurement, response_mask=response_mask, config=config, control=control)
+    return is_finite & CRITERIA[config.criterion](inputs)
 
 
 def surrogate_loss(
@@ -133,42 +141,56 @@ def clip_range(config: LossConfig) -> ClipRange:
     return ClipRange(low=config.clip_low, high=config.clip_high)
 
 
-Criterion = Callable[[Measurement, Tensor, MaskConfig, RandomControl | None], Tensor]
+@dataclass(frozen=True, kw_only=True)
+class MaskInputs:
+    """What a criterion may look at."""
+
+    measurement: Measurement
+    response_mask: Tensor
+    config: MaskConfig
+    control: RandomControl | None
 
 
-def _keep_all(
-    measurement: Measurement, response_mask: Tensor, config: MaskConfig, control: RandomControl | None
-) -> Tensor:
-    return torch.ones(response_mask.shape[0], dtype=torch.bool, device=response_mask.device)
+def _keep_all(inputs: MaskInputs) -> Tensor:
+    return torch.ones(inputs.response_mask.shape[0], dtype=torch.bool, device=inputs.response_mask.device)
 
 
-def _trm_max(
-    measurement: Measurement, response_mask: Tensor, config: MaskConfig, control: RandomControl | None
-) -> Tensor:
-    divergence = _exact(measurement) if config.max_estimator == "exact" else k2_divergence(measurement.log_ratio)
-    return max_divergence_mask(divergence, response_mask, config.max_threshold)
+def _trm_max(inputs: MaskInputs) -> Tensor:
+    is_exact = inputs.config.max_estimator == "exact"
+    divergence = _exact(inputs.measurement) if is_exact else k2_divergence(inputs.measurement.log_ratio)
+    return max_divergence_mask(divergence, inputs.response_mask, inputs.config.max_threshold)
 
 
-def _trm_avg(
-    measurement: Measurement, response_mask: Tensor, config: MaskConfig, control: RandomControl | None
-) -> Tensor:
-    divergence = _exact(measurement) if config.avg_estimator == "exact" else k3_divergence(measurement.log_ratio)
-    return mean_divergence_mask(divergence, response_mask, config.avg_threshold)
+def _trm_avg(inputs: MaskInputs) -> Tensor:
+    is_exact = inputs.config.avg_estimator == "exact"
+    divergence = _exact(inputs.measurement) if is_exact else k3_divergence(inputs.measurement.log_ratio)
+    return mean_divergence_mask(divergence, inputs.response_mask, inputs.config.avg_threshold)
 
 
-def _trm_max_avg(
-    measurement: Measurement, response_mask: Tensor, config: MaskConfig, control: RandomControl | None
-) -> Tensor:
-    return _trm_max(measurement, response_mask, config, control) & _trm_avg(measurement, response_mask, config, control)
+def _trm_max_avg(inputs: MaskInputs) -> Tensor:
+    return _trm_max(inputs) & _trm_avg(inputs)
 
 
-def _random(
-    measurement: Measurement, response_mask: Tensor, config: MaskConfig, control: RandomControl | None
-) -> Tensor:
-    if control is None:
-        raise ValueError(f"criterion random copies the rate of {config.reference_arm}, which was not given")
-    mask = random_mask(response_mask.shape[0], control.num_kept, control.generator)
-    return mask.to(response_mask.device)
+def _ln_trm(inputs: MaskInputs) -> Tensor:
+    config = inputs.config
+    return ln_trm_mask(
+        inputs.measurement.log_ratio,
+        inputs.response_mask,
+        epsilon=config.ln_trm_epsilon,
+        delta=config.ln_trm_delta,
+        threshold=config.ln_trm_threshold,
+    )
+
+
+def _ser(inputs: MaskInputs) -> Tensor:
+    return ser_mask(inputs.measurement.log_ratio, inputs.response_mask, inputs.config.ser_threshold)
+
+
+def _random(inputs: MaskInputs) -> Tensor:
+    if inputs.control is None:
+        raise ValueError(f"criterion random copies the rate of {inputs.config.reference_arm}, which was not given")
+    mask = random_mask(inputs.response_mask.shape[0], inputs.control.num_kept, inputs.control.generator)
+    return mask.to(inputs.response_mask.device)
 
 
 def _exact(measurement: Measurement) -> Tensor:
@@ -177,10 +199,12 @@ def _exact(measurement: Measurement) -> Tensor:
     return measurement.kl
 
 
-CRITERIA: dict[MaskCriterion, Criterion] = {
+CRITERIA: dict[MaskCriterion, Callable[[MaskInputs], Tensor]] = {
     "none": _keep_all,
     "trm_max": _trm_max,
     "trm_avg": _trm_avg,
     "trm_max_avg": _trm_max_avg,
+    "ln_trm": _ln_trm,
+    "ser": _ser,
     "random": _random,
 }

@@ -122,6 +122,10 @@ def test_the_error_of_a_float32_normalizer_on_a_large_vocabulary_is_within_the_m
     assert contains(certified_kl_interval(stored(logprobs, 64), policy.log_softmax(dim=-1)), kl(logits, policy)).all()
 
 
+def logs(row):
+    return torch.tensor([row], dtype=torch.float64).log()
+
+
 def greedy_tail(mass, cap, policy, *, ascending):
     """Fill tail tokens up to the cap, those with the smallest (or the largest) policy first."""
     tail = [0.0] * len(policy)
@@ -133,7 +137,7 @@ def greedy_tail(mass, cap, policy, *, ascending):
 
 def draw_pair(chance):
     """Draw the stored part, its tail at an end of what the cap allows, and a policy; probabilities."""
-    num_top, num_tail = chance.randint(1, 4), chance.randint(1, 6)
+    num_top, num_tail = chance.randint(1, 4), chance.choice([chance.randint(1, 6), 40])
     top = sorted((chance.expovariate(1) + 0.1 for _ in range(num_top)), reverse=True)
     share = chance.choice([1.0, chance.random()])  # of the room below the cap that the tail takes up
     total = sum(top) + share * num_tail * top[-1]
@@ -181,3 +185,38 @@ def test_the_interval_holds_the_truth_for_any_error_within_the_stated_margins(ro
         )
         assert float(interval.low) <= truth + slack
         assert float(interval.high) >= truth - slack
+
+
+def test_both_ends_are_the_extremes_over_the_error_that_a_row_shares():
+    chance = random.Random(1)
+    error = 0.05
+    for _ in range(400):
+        top, _, policy = draw_pair(chance)
+        num_top, num_tail = len(top), len(policy) - len(top)
+        if num_tail > 6:
+            continue
+        entry = TopLogprobs(
+            ids=torch.arange(num_top)[None],
+            logprobs=logs(top),
+            sampled_ids=torch.tensor([0]),
+            sampled_logprobs=logs(top)[:, 0],
+        )
+        interval = certified_kl_interval(entry, logs(policy), rounding=2.0**-52, normalizer_error=error)
+        cap = top[-1] * math.exp(error)
+        shape_kl = sum(p / sum(top) * math.log(p / sum(top) / q) for p, q in zip(top, policy, strict=False))
+        tail_policy = policy[num_top:]
+        least = max(0.0, 1 - sum(top) * math.exp(error))
+        most = min(1 - sum(top) * math.exp(-error), num_tail * cap)
+        low, high = math.inf, -math.inf
+        masses = [least + (most - least) * step / 50 for step in range(51)]
+        masses += [count * cap for count in range(num_tail + 1) if least <= count * cap <= most]
+        for mass in masses:
+            known = (1 - mass) * (math.log(1 - mass) + shape_kl)
+            tail = greedy_tail(mass, cap, tail_policy, ascending=True)
+            largest = sum(p * math.log(p / q) for p, q in zip(tail, tail_policy, strict=True) if p > 0)
+            bucket = mass * math.log(mass / sum(tail_policy)) if mass else 0.0
+            low, high = min(low, known + bucket), max(high, known + largest)
+        assert float(interval.low) == pytest.approx(max(low, 0), abs=1e-3)
+        assert high - 1e-12 <= float(interval.high)
+        # The stored part is bounded by a line: its curvature over the masses is the excess.
+        assert float(interval.high) <= high + (most - least) ** 2 / (1 - most) + 1e-3

@@ -134,7 +134,7 @@ def test_wrong_override_is_refused_in_one_line_that_names_it(override: str, said
 
 
 def test_exact_mask_needs_full_distributions():
-    with pytest.raises(InputError, match="rollout.distribution must be full"):
+    with pytest.raises(InputError, match=r"rollout\.distribution must be full"):
         load_arm("trm_max_0.05", overrides=["rollout.distribution=sampled"])
     assert load_arm("trm_max_0.05", overrides=["rollout.distribution=sampled", "mask.max_estimator=k2"])
 

@@ -108,6 +108,14 @@ def test_the_interval_of_the_mean_is_the_bootstraps_by_the_binomial_formula():
     assert (low[0], high[0]) == (0.0, pytest.approx(0.6))
 
 
+def test_the_interval_of_many_seeds_is_the_normal_one():
+    values = np.random.default_rng(1).normal(3.0, 2.0, size=(1, 400))
+    low, high = mean_interval(values, num_resamples=4000)
+    half_width = 1.96 * values.std() / np.sqrt(400)
+    assert low[0] == pytest.approx(values.mean() - half_width, abs=0.06 * half_width)
+    assert high[0] == pytest.approx(values.mean() + half_width, abs=0.06 * half_width)
+
+
 def test_the_interval_of_seeds_that_agree_is_a_point_and_steps_are_kept_apart():
     low, high = mean_interval(np.array([[0.5] * 6, [2.0] * 6, [1.0, 2.0, 3.0, 4.0, 5.0, 6.0]]))
     assert low[:2].tolist() == high[:2].tolist() == [0.5, 2.0]

@@ -73,6 +73,7 @@ def test_contested_cases_are_graded_by_the_strict_rule(test_data):
         (r"\boxed{\boxed{70}}", "70", "correct"),
         (r"a set \{1\} and \boxed{70} \}", "70", "correct"),
         (r"stray } and { and \boxed{70}", "70", "correct"),
+        (r"\boxed{70\}}", r"70\}", "not one integer"),
         (r"\boxed{x_{1} + 3}", "x_{1} + 3", "not one integer"),
         (r"\boxed{}", "", "not one integer"),
         (r"\boxed{-70}", "-70", "wrong answer"),

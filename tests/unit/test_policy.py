@@ -1,4 +1,5 @@
 import math
+from dataclasses import replace
 
 import pytest
 import torch
@@ -186,6 +187,14 @@ def test_the_sizes_reach_the_weights(architecture):
     else:
         assert names["model.layers.0.mlp.gate.weight"] == (4, 32)
         assert names["model.layers.0.mlp.experts.down_proj"] == (4, 32, 16)
+
+
+def test_weights_start_with_the_configured_deviation():
+    for deviation in (0.02, 0.2):
+        weight = build_policy(
+            replace(tiny_config(), initializer_range=deviation), TOKENIZER, seed=0
+        ).model.lm_head.weight
+        assert weight.std().item() == pytest.approx(deviation, rel=0.15)
 
 
 def test_the_tokenizer_has_one_token_per_character_after_a_beginning():

@@ -193,17 +193,20 @@ def test_a_synced_engine_is_loaded_and_probed_once_per_version(policy):
     assert synced.holds == ("b", 1)
 
 
-def test_a_synced_engine_that_failed_its_probe_is_loaded_again(policy):
+def test_after_a_failed_sync_a_synced_engine_holds_nothing_and_is_loaded_again(policy):
     probe, engine = probe_for(policy), FakeEngine(policy)
     synced = SyncedEngine(engine, probe, probe.start(engine, policy_weights(policy)))
-    weights = trained(policy, rate=0.3)
+    first, second = trained(policy, rate=0.3), trained(policy, rate=0.6)
+    synced.sync(first, run="a", version=1)
+    held = engine.weights
     engine.is_deaf = True
     for _ in range(2):
-        with pytest.raises(FaultError):
-            synced.sync(weights, run="a", version=1)
+        with pytest.raises(FaultError, match="weight version 2"):
+            synced.sync(second, run="a", version=2)
         assert synced.holds is None
     engine.is_deaf = False
-    synced.sync(weights, run="a", version=1)
+    synced.sync(first, run="a", version=1)
+    assert engine.weights is not held
     assert synced.holds == ("a", 1)
 
 

@@ -206,9 +206,10 @@ def test_routing_and_divergences_are_none_where_the_rollouts_do_not_carry_them()
     assert dense.is_flipped is None
 
 
-# Two tokens each. log r = 0.2: k2 = 0.02, k3 = 0.0214. Exact KL and estimates disagree on purpose.
+# Two tokens each; exact KL and the estimates disagree on purpose. At log r = 0.4 k2 = 0.0800, k3 = 0.0918 and
+# r - 1 = 0.4918; at -0.4 k3 = 0.0703 and 1 - r = 0.3297; at 0.1 r - 1 = 0.1052.
 MEASUREMENT = make_measurement(
-    [[0.2, 0.0], [0.0, 0.0], [0.4, 0.4], [0.0, 0.0]], kl=[[0.0, 0.0], [0.3, 0.0], [0.0, 0.0], [0.04, 0.04]]
+    [[0.1, 0.0], [-0.4, -0.4], [0.4, 0.4], [0.0, 0.4]], kl=[[0.0, 0.0], [0.3, 0.0], [0.0, 0.0], [0.04, 0.04]]
 )
 FULL = torch.ones(4, 2, dtype=torch.bool)
 
@@ -218,10 +219,17 @@ FULL = torch.ones(4, 2, dtype=torch.bool)
     [
         ({"criterion": "none"}, [True, True, True, True]),
         ({"criterion": "trm_max", "max_threshold": 0.05}, [True, False, True, True]),
-        ({"criterion": "trm_max", "max_threshold": 0.05, "max_estimator": "k2"}, [True, True, False, True]),
+        ({"criterion": "trm_max", "max_threshold": 0.085, "max_estimator": "k2"}, [True, True, True, True]),
+        ({"criterion": "trm_max", "max_threshold": 0.075, "max_estimator": "k2"}, [True, False, False, False]),
         ({"criterion": "trm_avg", "avg_threshold": 0.03, "avg_estimator": "exact"}, [True, False, True, False]),
-        ({"criterion": "trm_avg", "avg_threshold": 0.03}, [True, True, False, True]),
-        ({"criterion": "trm_max_avg", "max_threshold": 0.05, "avg_threshold": 0.03}, [True, False, False, True]),
+        ({"criterion": "trm_avg", "avg_threshold": 0.085}, [True, True, False, True]),
+        ({"criterion": "trm_avg", "avg_threshold": 0.075}, [True, True, False, True]),
+        ({"criterion": "trm_max_avg", "max_threshold": 0.05, "avg_threshold": 0.085}, [True, False, False, True]),
+        ({"criterion": "ser", "ser_threshold": 0.06}, [True, False, False, False]),
+        ({"criterion": "ser", "ser_threshold": 0.34}, [True, True, False, True]),
+        # of two tokens, the last has weight 0: the first decides
+        ({"criterion": "ln_trm", "ln_trm_threshold": 0.06}, [False, False, False, True]),
+        ({"criterion": "ln_trm", "ln_trm_threshold": 0.34}, [True, True, False, True]),
     ],
 )
 def test_each_criterion_reads_its_own_divergence_and_threshold(config, expected):
@@ -238,7 +246,7 @@ def test_a_non_finite_log_ratio_rejects_its_sequence_under_every_criterion(crite
     assert gate(measurement, response_mask, config, control).tolist() == [True, False, True]
 
 
-@pytest.mark.parametrize("criterion", ["none", "trm_max", "trm_avg", "trm_max_avg"])
+@pytest.mark.parametrize("criterion", sorted(set(get_args(MaskCriterion)) - {"random"}))
 def test_garbage_on_padding_rejects_nothing(criterion):
     measurement = make_measurement([[0.0, math.nan], [0.0, 0.0]], kl=[[0.0, math.nan], [0.0, math.inf]])
     response_mask = torch.tensor([[True, False], [True, False]])

@@ -150,12 +150,30 @@ class LargestTensor(TorchDispatchMode):
         return result
 
 
-def test_no_more_than_one_chunk_of_the_vocabulary_exists_at_a_time_forward_or_backward():
-    num_tokens, hidden_size, vocab, chunk = 40, 4, 50, 8  # whole: 2000 elements; a chunk: 400
-    generator = torch.Generator().manual_seed(0)
-    hidden = torch.randn(num_tokens, hidden_size, generator=generator, requires_grad=True)
-    head_weight = torch.randn(vocab, hidden_size, generator=generator, requires_grad=True)
-    token_ids = torch.randint(vocab, (num_tokens,), generator=generator)
+@pytest.fixture
+def many_tokens():
+    generator = torch.Generator().manual_seed(0)  # 40 tokens of a vocabulary of 50, hidden size 4
+    hidden = torch.randn(40, 4, generator=generator, requires_grad=True)
+    head_weight = torch.randn(50, 4, generator=generator, requires_grad=True)
+    return hidden, head_weight, torch.randint(50, (40,), generator=generator)
+
+
+def test_nothing_of_the_size_of_the_vocabulary_is_kept_for_the_backward_pass(many_tokens):
+    num_kept = []
+
+    def keep(tensor):
+        num_kept.append(tensor.numel())
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+        logprobs = token_logprobs(*many_tokens, chunk_tokens=8)
+    logprobs.sum().backward()
+    assert max(num_kept) < 8 * 50  # the head, 50 x 4; without recomputation every chunk, 8 x 50
+
+
+def test_no_more_than_one_chunk_of_the_vocabulary_exists_at_a_time_forward_or_backward(many_tokens):
+    hidden, head_weight, token_ids = many_tokens
+    vocab, chunk = 50, 8  # whole: 2000 elements; a chunk: 400
     with LargestTensor() as largest:
         token_logprobs(hidden, head_weight, token_ids, chunk_tokens=chunk).sum().backward()
     assert largest.num_elements == chunk * vocab
