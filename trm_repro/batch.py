@@ -13,6 +13,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+TOKEN_TENSORS = ("log_distribution", "top_ids", "top_logprobs", "experts")
+"""Optional tensors of a rollout with one row per response token; a batch has them without padding, as rollout_NAME."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class Rollout:
@@ -28,6 +31,8 @@ class Rollout:
         logprobs: ``[T]`` float32, nats; log pi_roll of the sampled tokens.
         log_distribution: ``[T, V]`` float32, nats; log pi_roll of every token, or None where only the sampled
             token's is stored.
+        top_ids: ``[T, K]`` int32; the K likeliest tokens, or None where they are not stored.
+        top_logprobs: ``[T, K]`` float32, nats; log pi_roll of those tokens, or None.
         experts: ``[T, L, K]`` uint8; experts the engine routed each token to, or None for a dense model.
         finished: whether the response ended by itself within the length limit.
         reward: in [0, 1].
@@ -40,6 +45,8 @@ class Rollout:
     response_ids: tuple[int, ...]
     logprobs: Tensor
     log_distribution: Tensor | None = None
+    top_ids: Tensor | None = None
+    top_logprobs: Tensor | None = None
     experts: Tensor | None = None
     finished: bool = True
     reward: float = 0.0
@@ -51,7 +58,7 @@ class Rollout:
         length = len(self.response_ids)
         if length == 0 or len(self.prompt_ids) == 0:
             raise ValueError(f"a rollout needs a prompt and a response, got {len(self.prompt_ids)} and {length} tokens")
-        for name in ("logprobs", "log_distribution", "experts"):
+        for name in ("logprobs", *TOKEN_TENSORS):
             value = getattr(self, name)
             if value is not None and value.shape[0] != length:
                 raise ValueError(f"{name} has {value.shape[0]} rows, the response has {length} tokens")
@@ -76,6 +83,8 @@ class RolloutBatch:
         weight_versions: ``[B]`` int64.
         sequence_ids: ``[B]`` int64; position of each sequence in its step.
         rollout_log_distribution: ``[N, V]`` float32, nats, or None.
+        rollout_top_ids: ``[N, K]`` int32, or None.
+        rollout_top_logprobs: ``[N, K]`` float32, nats, or None.
         rollout_experts: ``[N, L, K]`` uint8, or None.
     """
 
@@ -90,6 +99,8 @@ class RolloutBatch:
     weight_versions: Tensor
     sequence_ids: Tensor
     rollout_log_distribution: Tensor | None = None
+    rollout_top_ids: Tensor | None = None
+    rollout_top_logprobs: Tensor | None = None
     rollout_experts: Tensor | None = None
 
     @classmethod
@@ -122,8 +133,10 @@ class RolloutBatch:
             groups=torch.tensor([r.group for r in rollouts]),
             weight_versions=torch.tensor([r.weight_version for r in rollouts]),
             sequence_ids=torch.arange(len(rollouts)),
-            rollout_log_distribution=_cat_all_or_none([r.log_distribution for r in rollouts], "log_distribution"),
-            rollout_experts=_cat_all_or_none([r.experts for r in rollouts], "experts"),
+            **{
+                f"rollout_{name}": _cat_all_or_none([getattr(r, name) for r in rollouts], name)
+                for name in TOKEN_TENSORS
+            },
         )
 
     @property
@@ -158,7 +171,7 @@ class RolloutBatch:
             value = getattr(self, field.name)
             if value is None:
                 values[field.name] = None
-            elif field.name in ("rollout_log_distribution", "rollout_experts"):
+            elif field.name.removeprefix("rollout_") in TOKEN_TENSORS:
                 values[field.name] = value[flat_keep]
             elif field.name == "input_ids":
                 values[field.name] = value[keep, :longest_sequence]

@@ -30,6 +30,7 @@ from trm_repro.config_sections import (
 )
 from trm_repro.errors import InputError
 
+LEAST_TOP_FOR_AVERAGE = 1024
 CONF_DIR = Path(__file__).resolve().parents[1] / "conf"
 
 
@@ -153,10 +154,17 @@ class RunConfig:
             self.update.num_updates_per_rollout,
         )
         require(
-            not self.mask.needs_distribution or self.rollout.distribution == "full",
+            not (self.mask.has_exact_max or self.mask.has_exact_avg) or self.rollout.distribution != "sampled",
             "rollout.distribution",
-            "full for a mask on exact divergences (or set mask.max_estimator=k2, mask.avg_estimator=k3)",
+            "full or top_k for a mask on exact divergences (or set mask.max_estimator=k2, mask.avg_estimator=k3)",
             self.rollout.distribution,
+        )
+        is_settled = self.rollout.distribution != "top_k" or self.rollout.num_top_logprobs >= LEAST_TOP_FOR_AVERAGE
+        require(
+            not self.mask.has_exact_avg or is_settled,
+            "rollout.num_top_logprobs",
+            f">= {LEAST_TOP_FOR_AVERAGE} for exact TRM-Avg: with fewer the interval is wider than its threshold",
+            self.rollout.num_top_logprobs,
         )
 
 

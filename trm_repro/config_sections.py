@@ -164,8 +164,10 @@ class RolloutConfig:
     """Inference engine."""
     precision: Precision = "bfloat16"
     """Engine arithmetic; int8 and fp8 round the weights at every sync and compute in bfloat16."""
-    distribution: Literal["full", "sampled"] = "full"
-    """Stored per token: log-probs of the whole vocabulary, or of the sampled token only."""
+    distribution: Literal["full", "top_k", "sampled"] = "full"
+    """Stored per token: log-probs of the whole vocabulary, of the likeliest tokens, or of the sampled token only."""
+    num_top_logprobs: int = 8
+    """K of distribution top_k; exact KL is then known to lie in an interval."""
     staleness_steps: int = 4
     """Rollouts come from weights this many steps old; the first steps use the oldest there are."""
     num_prompts: int = 16
@@ -188,14 +190,14 @@ class RolloutConfig:
     """Sequences the engine decodes together."""
     probe_contexts: int = 32
     """Fixed contexts on which engine and policy are compared after every sync."""
-    probe_factor: float = 8.0
+    probe_factor: float = 3.0
     """Stop when the probe's gap exceeds this many times the engine's own noise."""
 
     def __post_init__(self) -> None:
         """Check ranges."""
         require_at_least("rollout", 0, staleness_steps=self.staleness_steps)
         counts = ["num_prompts", "max_prompt_tokens", "max_response_tokens", "kv_cache_bytes"]
-        counts += ["max_concurrent_sequences", "probe_contexts"]
+        counts += ["max_concurrent_sequences", "probe_contexts", "num_top_logprobs"]
         require_at_least("rollout", 1, **{name: getattr(self, name) for name in counts})
         require_at_least("rollout", 2, group_size=self.group_size)
         require_positive("rollout", temperature=self.temperature)
@@ -230,6 +232,8 @@ class MaskConfig:
     """LN-TRM: token KL assumed in the weights, nats."""
     ser_threshold: float = 0.05
     """SER: largest mean of |ratio - 1| of an accepted sequence; the paper recommends 0.03 to 0.10."""
+    undecided: Literal["reject", "accept"] = "reject"
+    """What to do with a sequence whose exact KL the stored log-probs do not settle (rollout.distribution top_k)."""
     timing: Literal["each_update", "once"] = "each_update"
     """Recompute the mask before each update (Algorithm 1), or keep the one from before the first."""
     reference_arm: str | None = None
@@ -250,11 +254,14 @@ class MaskConfig:
         )
 
     @property
-    def needs_distribution(self) -> bool:
-        """Whether the criterion reads exact divergences."""
-        uses_max = self.criterion in ("trm_max", "trm_max_avg") and self.max_estimator == "exact"
-        uses_avg = self.criterion in ("trm_avg", "trm_max_avg") and self.avg_estimator == "exact"
-        return uses_max or uses_avg
+    def has_exact_max(self) -> bool:
+        """Whether the criterion reads the exact largest divergence."""
+        return self.criterion in ("trm_max", "trm_max_avg") and self.max_estimator == "exact"
+
+    @property
+    def has_exact_avg(self) -> bool:
+        """Whether the criterion reads the exact mean divergence."""
+        return self.criterion in ("trm_avg", "trm_max_avg") and self.avg_estimator == "exact"
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -20,6 +20,7 @@ from transformers import (
 )
 
 from trm_repro.batch import RolloutBatch
+from trm_repro.certified import TopLogprobs
 from trm_repro.config_sections import PolicyConfig
 from trm_repro.errors import InputError
 from trm_repro.vocab import token_logprobs, token_statistics
@@ -35,6 +36,8 @@ class PolicyOutput(NamedTuple):
         entropy: ``[N]`` float32, nats.
         kl: ``[N]`` float32, nats; exact KL(pi_roll || pi_theta).
         total_variation: ``[N]`` float32 in [0, 1].
+        kl_low: ``[N]`` float64, nats; certified lower end of KL.
+        kl_high: ``[N]`` float64, nats; certified upper end of KL.
         experts: ``[N, L, K]`` int64; experts each token's prediction was routed to.
     """
 
@@ -42,6 +45,8 @@ class PolicyOutput(NamedTuple):
     entropy: Tensor | None = None
     kl: Tensor | None = None
     total_variation: Tensor | None = None
+    kl_low: Tensor | None = None
+    kl_high: Tensor | None = None
     experts: Tensor | None = None
 
 
@@ -82,6 +87,7 @@ class Policy(nn.Module):
             head_weight,
             token_ids,
             rollout_log_distribution=batch.rollout_log_distribution,
+            rollout_top=_rollout_top(batch, token_ids),
             temperature=temperature,
         )
         experts = None
@@ -90,6 +96,17 @@ class Policy(nn.Module):
             layers = [logits.view(*batch.input_ids.shape, -1)[rows, columns] for logits in output.router_logits]
             experts = torch.stack([layer.topk(top_k, dim=-1).indices for layer in layers], dim=1)  # [N, L, K]
         return PolicyOutput(*statistics, experts)
+
+
+def _rollout_top(batch: RolloutBatch, token_ids: Tensor) -> TopLogprobs | None:
+    if batch.rollout_top_ids is None or batch.rollout_top_logprobs is None:
+        return None
+    return TopLogprobs(
+        ids=batch.rollout_top_ids.long(),
+        logprobs=batch.rollout_top_logprobs,
+        sampled_ids=token_ids,
+        sampled_logprobs=batch.rollout_logprobs[batch.response_mask],
+    )
 
 
 def predicting_positions(batch: RolloutBatch) -> tuple[Tensor, Tensor]:

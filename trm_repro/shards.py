@@ -1,8 +1,8 @@
 """Rollouts and masks as Parquet files, written whole or not at all.
 
 A rollout shard has one row per sequence of a step; a mask file one row per update and sequence. Token-level
-columns are lists with one entry per response token; ``rollout_log_distribution`` and ``rollout_experts`` are
-flattened, their trailing shape in the file's metadata.
+columns are lists with one entry per response token; those of several values a token are flattened, their
+trailing shape in the file's metadata.
 """
 
 import json
@@ -17,7 +17,7 @@ import pyarrow.parquet as pq
 import torch
 from torch import Tensor
 
-from trm_repro.batch import Rollout
+from trm_repro.batch import TOKEN_TENSORS, Rollout
 from trm_repro.errors import InputError
 
 ROLLOUT_SCHEMA = pa.schema(
@@ -28,6 +28,8 @@ ROLLOUT_SCHEMA = pa.schema(
         ("response_ids", pa.list_(pa.int32())),
         ("rollout_logprobs", pa.list_(pa.float32())),
         ("rollout_log_distribution", pa.list_(pa.float32())),
+        ("rollout_top_ids", pa.list_(pa.int32())),
+        ("rollout_top_logprobs", pa.list_(pa.float32())),
         ("rollout_experts", pa.list_(pa.uint8())),
         ("finished", pa.bool_()),
         ("reward", pa.float32()),
@@ -35,6 +37,12 @@ ROLLOUT_SCHEMA = pa.schema(
         ("weight_version", pa.int32()),
     ]
 )
+TOKEN_DTYPES = {
+    "log_distribution": torch.float32,
+    "top_ids": torch.int32,
+    "top_logprobs": torch.float32,
+    "experts": torch.uint8,
+}
 MASK_SCHEMA = pa.schema(
     [
         ("step", pa.int32()),
@@ -74,19 +82,20 @@ def write_rollouts(path: Path, rollouts: Sequence[Rollout], step: int) -> None:
         rollouts: at least one.
         step: index of the step, from 0.
     """
-    shapes = {
-        name: list(value.shape[1:])
-        for name in ("log_distribution", "experts")
-        if (value := getattr(rollouts[0], name)) is not None
-    }
+    shapes = {}
+    for name in TOKEN_TENSORS:
+        values = [getattr(rollout, name) for rollout in rollouts]
+        if any((value is None) != (values[0] is None) for value in values):
+            raise ValueError(f"{name} is present in some rollouts and missing in others; all or none must have it")
+        if values[0] is not None:
+            shapes[name] = list(values[0].shape[1:])
     columns = {
         "step": [step] * len(rollouts),
         "group": [r.group for r in rollouts],
         "prompt_ids": [np.asarray(r.prompt_ids, dtype=np.int32) for r in rollouts],
         "response_ids": [np.asarray(r.response_ids, dtype=np.int32) for r in rollouts],
         "rollout_logprobs": [r.logprobs.numpy() for r in rollouts],
-        "rollout_log_distribution": [_flat(r.log_distribution) for r in rollouts],
-        "rollout_experts": [_flat(r.experts) for r in rollouts],
+        **{f"rollout_{name}": [_flat(getattr(r, name)) for r in rollouts] for name in TOKEN_TENSORS},
         "finished": [r.finished for r in rollouts],
         "reward": [r.reward for r in rollouts],
         "advantage": [r.advantage for r in rollouts],
@@ -108,8 +117,10 @@ def read_rollouts(path: Path) -> tuple[list[Rollout], int]:
     Raises:
         InputError: if the file is missing, damaged, or no rollout shard.
     """
-    table = _read(path, "rollouts", ROLLOUT_SCHEMA)
-    shapes = json.loads(table.schema.metadata[b"trm_repro"])["shapes"]
+    table = _read(path, "rollouts", ROLLOUT_SCHEMA, optional=[f"rollout_{name}" for name in TOKEN_TENSORS])
+    shapes = json.loads(table.schema.metadata[b"trm_repro"]).get("shapes")
+    if not isinstance(shapes, dict):
+        raise InputError(f"{path}: does not say the shapes of its token tensors; it was not written by this version")
     rollouts = []
     for number, row in enumerate(table.to_pylist()):
         try:
@@ -119,10 +130,10 @@ def read_rollouts(path: Path) -> tuple[list[Rollout], int]:
                     prompt_ids=tuple(row["prompt_ids"]),
                     response_ids=tuple(row["response_ids"]),
                     logprobs=torch.tensor(row["rollout_logprobs"], dtype=torch.float32),
-                    log_distribution=_shaped(
-                        row["rollout_log_distribution"], shapes.get("log_distribution"), torch.float32
-                    ),
-                    experts=_shaped(row["rollout_experts"], shapes.get("experts"), torch.uint8),
+                    **{
+                        name: _shaped(row[f"rollout_{name}"], shapes.get(name), dtype)
+                        for name, dtype in TOKEN_DTYPES.items()
+                    },
                     finished=row["finished"],
                     reward=row["reward"],
                     advantage=row["advantage"],
@@ -176,7 +187,7 @@ def read_masks(path: Path) -> list[MaskRow]:
             policy_logprobs=torch.tensor(row["policy_logprobs"], dtype=torch.float32),
             token_kl=_shaped(row["token_kl"], [], torch.float32),
         )
-        for row in _read(path, "masks", MASK_SCHEMA).to_pylist()
+        for row in _read(path, "masks", MASK_SCHEMA, optional=["token_kl"]).to_pylist()
     ]
 
 
@@ -197,7 +208,7 @@ def _write(path: Path, table: pa.Table) -> None:
     os.replace(partial, path)
 
 
-def _read(path: Path, kind: str, schema: pa.Schema) -> pa.Table:
+def _read(path: Path, kind: str, schema: pa.Schema, optional: Sequence[str]) -> pa.Table:
     if not path.is_file():
         raise InputError(f"{path}: no such file; expected {kind} as Parquet")
     try:
@@ -211,4 +222,8 @@ def _read(path: Path, kind: str, schema: pa.Schema) -> pa.Table:
         found = "something else"
     if found != kind or not table.schema.equals(schema):
         raise InputError(f"{path}: holds {found} with columns {table.column_names}; expected {kind} of this version")
+    for name in table.column_names:
+        if name not in optional and table[name].null_count:
+            row = table[name].is_null().index(True).as_py()
+            raise InputError(f"{path}: row {row} is no {kind.removesuffix('s')} ({name} is empty)")
     return table

@@ -23,7 +23,7 @@ from trm_repro.divergence import (
 )
 from trm_repro.losses import is_clipped
 from trm_repro.masks import max_divergence_mask, mean_divergence_mask
-from trm_repro.steps import Measurement, clip_range
+from trm_repro.steps import Measurement, certified_decision, clip_range
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -94,10 +94,10 @@ def mask_confusions(records: Sequence[UpdateRecord], mask_config: MaskConfig) ->
 
     Returns:
         For max (k2) and avg (k3): fractions of all sequences that the sampled estimator accepts and exact KL
-        rejects, and the reverse; empty where the batch has no exact divergences.
+        rejects, and the reverse. Where KL is only known to lie in an interval, the undecided fraction instead.
     """
     if records[0].measurement.kl is None:
-        return {}
+        return _undecided_metrics(records, mask_config)
     criteria = {
         "max": (max_divergence_mask, k2_divergence, mask_config.max_threshold),
         "avg": (mean_divergence_mask, k3_divergence, mask_config.avg_threshold),
@@ -115,6 +115,14 @@ def mask_confusions(records: Sequence[UpdateRecord], mask_config: MaskConfig) ->
         metrics[f"confusion/{name}_wrongly_rejected_fraction"] = table.wrongly_rejected_fraction
         metrics[f"confusion/{name}_exact_kept_fraction"] = float(torch.cat(exact).float().mean())
     return metrics
+
+
+def _undecided_metrics(records: Sequence[UpdateRecord], mask_config: MaskConfig) -> dict[str, float]:
+    decisions = [certified_decision(r.measurement, r.batch.response_mask, mask_config) for r in records]
+    undecided = [decision.undecided for decision in decisions if decision is not None]
+    if not undecided:
+        return {}
+    return {"mask/undecided_fraction": float(torch.cat(undecided).float().mean())}
 
 
 def _rollout_metrics(records: Sequence[UpdateRecord]) -> dict[str, float]:

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from trm_repro.batch import RolloutBatch
+from trm_repro.certified import CertifiedMask, KLInterval, certified_mask
 from trm_repro.config_sections import LossConfig, MaskConfig, MaskCriterion
 from trm_repro.divergence import k2_divergence, k3_divergence, log_ratio
 from trm_repro.losses import OBJECTIVES, ClipRange, reduce_objective
@@ -34,6 +35,7 @@ class Measurement:
         entropy: ``[B, T]`` float32, nats.
         kl: ``[B, T]`` float32, nats; exact KL(pi_roll || pi_theta), or None.
         total_variation: ``[B, T]`` float32, or None.
+        kl_interval: ``[B, T]`` ends, nats; what KL is at least and at most, or None.
         is_flipped: ``[B, T]`` bool; whether engine and policy routed the token to other experts in some layer, or
             None without routing.
     """
@@ -44,6 +46,7 @@ class Measurement:
     kl: Tensor | None
     total_variation: Tensor | None
     is_flipped: Tensor | None
+    kl_interval: KLInterval | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -79,6 +82,7 @@ def measure(policy: Policy, batch: RolloutBatch, *, temperature: float, tokens_p
         rollout_experts = batch.rollout_experts.long().sort(dim=-1).values
         is_flipped = batch.dense((policy_experts != rollout_experts).flatten(1).any(dim=-1))  # [B, T]
     policy_logprobs, entropy = dense("logprobs"), dense("entropy")
+    kl_low, kl_high = dense("kl_low"), dense("kl_high")
     assert policy_logprobs is not None
     assert entropy is not None
     return Measurement(
@@ -88,6 +92,7 @@ def measure(policy: Policy, batch: RolloutBatch, *, temperature: float, tokens_p
         kl=dense("kl"),
         total_variation=dense("total_variation"),
         is_flipped=is_flipped,
+        kl_interval=None if kl_low is None or kl_high is None else KLInterval(kl_low, kl_high),
     )
 
 
@@ -156,15 +161,25 @@ def _keep_all(inputs: MaskInputs) -> Tensor:
 
 
 def _trm_max(inputs: MaskInputs) -> Tensor:
-    is_exact = inputs.config.max_estimator == "exact"
-    divergence = _exact(inputs.measurement) if is_exact else k2_divergence(inputs.measurement.log_ratio)
-    return max_divergence_mask(divergence, inputs.response_mask, inputs.config.max_threshold)
+    config, measurement = inputs.config, inputs.measurement
+    if config.max_estimator == "k2":
+        divergence = k2_divergence(measurement.log_ratio)
+    elif measurement.kl is None:
+        return _certified(inputs, max_threshold=config.max_threshold)
+    else:
+        divergence = measurement.kl
+    return max_divergence_mask(divergence, inputs.response_mask, config.max_threshold)
 
 
 def _trm_avg(inputs: MaskInputs) -> Tensor:
-    is_exact = inputs.config.avg_estimator == "exact"
-    divergence = _exact(inputs.measurement) if is_exact else k3_divergence(inputs.measurement.log_ratio)
-    return mean_divergence_mask(divergence, inputs.response_mask, inputs.config.avg_threshold)
+    config, measurement = inputs.config, inputs.measurement
+    if config.avg_estimator == "k3":
+        divergence = k3_divergence(measurement.log_ratio)
+    elif measurement.kl is None:
+        return _certified(inputs, avg_threshold=config.avg_threshold)
+    else:
+        divergence = measurement.kl
+    return mean_divergence_mask(divergence, inputs.response_mask, config.avg_threshold)
 
 
 def _trm_max_avg(inputs: MaskInputs) -> Tensor:
@@ -193,10 +208,34 @@ def _random(inputs: MaskInputs) -> Tensor:
     return mask.to(inputs.response_mask.device)
 
 
-def _exact(measurement: Measurement) -> Tensor:
-    if measurement.kl is None:
-        raise ValueError("exact divergences need rollouts that carry the whole distribution")
-    return measurement.kl
+def _certified(inputs: MaskInputs, *, max_threshold: float | None = None, avg_threshold: float | None = None) -> Tensor:
+    if inputs.measurement.kl_interval is None:
+        raise ValueError("exact divergences need rollouts that carry the whole distribution or its likeliest tokens")
+    decision = certified_mask(
+        inputs.measurement.kl_interval, inputs.response_mask, max_threshold=max_threshold, avg_threshold=avg_threshold
+    )
+    return decision.accepted | decision.undecided if inputs.config.undecided == "accept" else decision.accepted
+
+
+def certified_decision(measurement: Measurement, response_mask: Tensor, config: MaskConfig) -> CertifiedMask | None:
+    """Say what the stored log-probs certify of the criterion's exact parts.
+
+    Args:
+        measurement: of the B sequences.
+        response_mask: ``[B, T]`` bool.
+        config: the mask's section.
+
+    Returns:
+        Accepted, rejected and undecided sequences; None where the criterion has no exact part or the batch no interval.
+    """
+    if measurement.kl_interval is None or not (config.has_exact_max or config.has_exact_avg):
+        return None
+    return certified_mask(
+        measurement.kl_interval,
+        response_mask,
+        max_threshold=config.max_threshold if config.has_exact_max else None,
+        avg_threshold=config.avg_threshold if config.has_exact_avg else None,
+    )
 
 
 CRITERIA: dict[MaskCriterion, Callable[[MaskInputs], Tensor]] = {

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
+from trm_repro.certified import TopLogprobs, certified_kl_interval
 from trm_repro.divergence import exact_kl_divergence, exact_total_variation
 
 CHUNK_TOKENS = 4096
@@ -21,14 +22,18 @@ class TokenStatistics(NamedTuple):
     Attributes:
         logprobs: ``[N]`` float32, nats; log pi_theta of the sampled tokens.
         entropy: ``[N]`` float32, nats; entropy of pi_theta.
-        kl: ``[N]`` float32, nats; exact KL(pi_roll || pi_theta), or None without pi_roll.
-        total_variation: ``[N]`` float32 in [0, 1]; exact TV, or None without pi_roll.
+        kl: ``[N]`` float32, nats; exact KL(pi_roll || pi_theta), or None without the whole of pi_roll.
+        total_variation: ``[N]`` float32 in [0, 1]; exact TV, or None likewise.
+        kl_low: ``[N]`` float64, nats; what KL is at least, or None without the top of pi_roll.
+        kl_high: ``[N]`` float64, nats; what KL is at most, or None likewise.
     """
 
     logprobs: Tensor
     entropy: Tensor
-    kl: Tensor | None
-    total_variation: Tensor | None
+    kl: Tensor | None = None
+    total_variation: Tensor | None = None
+    kl_low: Tensor | None = None
+    kl_high: Tensor | None = None
 
 
 def log_distribution(hidden: Tensor, head_weight: Tensor, temperature: float = 1.0) -> Tensor:
@@ -85,6 +90,7 @@ def token_statistics(
     token_ids: Tensor,
     *,
     rollout_log_distribution: Tensor | None = None,
+    rollout_top: TopLogprobs | None = None,
     temperature: float = 1.0,
     chunk_tokens: int = CHUNK_TOKENS,
 ) -> TokenStatistics:
@@ -95,27 +101,31 @@ def token_statistics(
         head_weight: ``[V, H]``; output head.
         token_ids: ``[N]`` int64; the sampled tokens.
         rollout_log_distribution: ``[N, V]`` float32, nats; log pi_roll, or None.
+        rollout_top: the N tokens' largest rollout log-probs, or None.
         temperature: logits are divided by it.
         chunk_tokens: tokens whose logits exist at the same time.
 
     Returns:
         The statistics, without gradient.
     """
-    parts: list[tuple[Tensor, ...]] = []
+    parts: dict[str, list[Tensor]] = {}
     for start in range(0, hidden.shape[0], chunk_tokens):
         chunk = slice(start, start + chunk_tokens)
         policy = log_distribution(hidden[chunk], head_weight, temperature)  # [chunk, V]
-        logprobs = policy.gather(-1, token_ids[chunk, None]).squeeze(-1)  # [chunk]
-        entropy = -torch.special.xlogy(policy.exp(), policy.exp()).sum(dim=-1)  # [chunk]
-        if rollout_log_distribution is None:
-            parts.append((logprobs, entropy))
-            continue
-        rollout = rollout_log_distribution[chunk]  # [chunk, V]
-        divergences = exact_kl_divergence(rollout, policy), exact_total_variation(rollout, policy)
-        parts.append((logprobs, entropy, *divergences))
-    columns = [torch.cat(column) for column in zip(*parts, strict=True)]
-    kl, total_variation = (columns[2], columns[3]) if len(columns) == 4 else (None, None)
-    return TokenStatistics(columns[0], columns[1], kl, total_variation)
+        values = {
+            "logprobs": policy.gather(-1, token_ids[chunk, None]).squeeze(-1),  # [chunk]
+            "entropy": -torch.special.xlogy(policy.exp(), policy.exp()).sum(dim=-1),  # [chunk]
+        }
+        if rollout_log_distribution is not None:
+            rollout = rollout_log_distribution[chunk]  # [chunk, V]
+            values["kl"] = exact_kl_divergence(rollout, policy)
+            values["total_variation"] = exact_total_variation(rollout, policy)
+        if rollout_top is not None:
+            interval = certified_kl_interval(rollout_top.rows(chunk), policy)
+            values |= {"kl_low": interval.low, "kl_high": interval.high}
+        for name, value in values.items():
+            parts.setdefault(name, []).append(value)
+    return TokenStatistics(**{name: torch.cat(chunks) for name, chunks in parts.items()})
 
 
 def _chunk_logprobs(hidden: Tensor, head_weight: Tensor, token_ids: Tensor, temperature: float) -> Tensor:

@@ -148,6 +148,19 @@ def test_sampled_logprobs_are_those_of_the_full_distribution(engine_and_policies
         torch.testing.assert_close(b.logprobs, a.logprobs, atol=1e-5, rtol=0)
 
 
+def test_top_logprobs_are_the_largest_of_the_full_distribution(engine_and_policies):
+    engine, first, _ = engine_and_policies
+    engine.load_weights(policy_weights(first))
+    full = engine.sample(requests(), FULL)
+    top = engine.sample(requests(), dataclasses.replace(FULL, distribution="top_k", num_top=5))
+    for a, b in zip(full, top, strict=True):
+        assert a.token_ids == b.token_ids
+        assert b.log_distribution is None
+        torch.testing.assert_close(b.top_logprobs, a.log_distribution.topk(5).values, atol=1e-5, rtol=0)
+        torch.testing.assert_close(b.top_logprobs, a.log_distribution.gather(-1, b.top_ids.long()), atol=1e-5, rtol=0)
+        torch.testing.assert_close(b.logprobs, a.logprobs, atol=1e-5, rtol=0)
+
+
 def test_more_prompt_tokens_than_one_engine_step_takes_are_sampled(engine_and_policies):
     engine, _, _ = engine_and_policies
     many = [SamplingRequest(prompt_ids=(1, *[4 + (i + j) % 14 for j in range(60)]), seed=i) for i in range(300)]

@@ -183,7 +183,7 @@ def test_nan_in_a_distribution_makes_its_kl_nan_and_no_other():
 def test_pinsker_holds_and_the_total_variation_is_symmetric(rollout, policy):
     log_p, log_q = log_softmax(rollout), log_softmax(policy)
     total_variation = exact_total_variation(log_p, log_q).item()
-    assert total_variation <= math.sqrt(exact_kl_divergence(log_p, log_q).item() / 2) + 1e-12
+    assert total_variation <= math.sqrt(exact_kl_divergence(log_p, log_q).item() / 2) + 1e-7  # rounding, at equality
     assert total_variation == pytest.approx(exact_total_variation(log_q, log_p).item(), abs=1e-15)
     overlap = sum(min(a, b) for a, b in zip(log_p.exp().tolist(), log_q.exp().tolist(), strict=True))
     assert total_variation == pytest.approx(1.0 - overlap, abs=1e-12)

@@ -17,26 +17,26 @@ FACTOR = 5.0
 
 
 class FakeEngine:
-    """Answers with the distributions of the weights it holds, shifted along a fixed direction by chosen noise.
+    """Answers with the rounded weights it holds, its rounding error magnified.
 
-    ``noise`` scales the shift of the logits; the divergence it makes grows with its square.
-    ``is_deaf`` engines keep their weights whatever they are sent. ``num_flipped`` contexts get another answer.
+    The divergence grows with the square of ``magnification``; 1 is what rounding alone makes. ``is_deaf`` engines
+    keep their weights whatever they are sent. ``num_flipped`` contexts get another answer.
     """
 
     vocab_size = VOCAB_SIZE
 
-    def __init__(self, policy, *, precision="float32", noise=0.0):
+    def __init__(self, policy, *, precision="bfloat16", magnification=1.0):
         self.model = policy.model
         self.precision = precision
-        self.noise = noise
+        self.magnification = magnification
         self.is_deaf = False
         self.num_flipped = 0
-        self.direction = torch.randn(len(CONTEXTS), VOCAB_SIZE, generator=torch.Generator().manual_seed(3))
         self.load_weights(policy_weights(policy))
 
     def load_weights(self, weights):
         if not self.is_deaf:
-            self.weights = {name: round_weight(name, weight, self.precision) for name, weight in weights.items()}
+            self.weights = dict(weights)
+            self.rounded = {name: round_weight(name, weight, self.precision) for name, weight in weights.items()}
 
     @torch.no_grad()
     def sample(self, requests, settings):
@@ -44,8 +44,11 @@ class FakeEngine:
         completions = []
         for index, request in enumerate(requests):
             inputs = {"input_ids": torch.tensor([request.prompt_ids])}
-            logits = functional_call(self.model, self.weights, kwargs=inputs).logits[0, -1].float()
-            logits = logits + self.noise * self.direction[index]
+            exact, rounded = (
+                functional_call(self.model, weights, kwargs=inputs).logits[0, -1].float()
+                for weights in (self.weights, self.rounded)
+            )
+            logits = exact + self.magnification * (rounded - exact)
             if index < self.num_flipped:
                 logits = logits.flip(0)
             log_distribution = torch.log_softmax(logits, dim=-1)[None]
@@ -54,14 +57,13 @@ class FakeEngine:
                     token_ids=(0,),
                     logprobs=log_distribution[:, 0],
                     log_distribution=log_distribution,
-                    experts=None,
                     finished=False,
                 )
             )
         return completions
 
 
-def probe_for(policy, precision="float32"):
+def probe_for(policy, precision="bfloat16"):
     return Probe(policy, CONTEXTS, precision, FACTOR)
 
 
@@ -74,16 +76,17 @@ def trained(policy, *, rate=0.01):
     }
 
 
-def upper_quartile_of_kl(policy, weights, engine):
-    """Compute the probe's gap context by context."""
-    gaps = []
-    for index, context in enumerate(CONTEXTS):
+def geometric_mean_of_kl(policy, weights):
+    """Compute what rounding alone makes of the probe's gap, context by context."""
+    logs = []
+    for context in CONTEXTS:
+        inputs = {"input_ids": torch.tensor([context])}
+        rounded = {name: weight.bfloat16() for name, weight in weights.items()}
         with torch.no_grad():
-            logits = functional_call(policy.model, weights, kwargs={"input_ids": torch.tensor([context])}).logits[0, -1]
-        q = torch.log_softmax(logits.double(), dim=-1)
-        p = torch.log_softmax(logits.double() + engine.noise * engine.direction[index].double(), dim=-1)
-        gaps.append((p.exp() * (p - q)).sum())
-    return torch.stack(gaps).quantile(0.75).item()
+            p = torch.log_softmax(functional_call(policy.model, rounded, kwargs=inputs).logits[0, -1].double(), dim=-1)
+            q = torch.log_softmax(functional_call(policy.model, weights, kwargs=inputs).logits[0, -1].double(), dim=-1)
+        logs.append(math.log(max(float((p.exp() * (p - q)).sum()), 1e-9)))
+    return math.exp(sum(logs) / len(logs))
 
 
 @pytest.fixture(params=["dense", "moe"])
@@ -91,46 +94,55 @@ def policy(request):
     return tiny_policy(request.param)
 
 
-def test_the_gap_is_the_upper_quartile_of_the_exact_kl_over_contexts(policy):
+def test_the_gap_is_the_geometric_mean_of_the_exact_kl_over_contexts(policy):
     weights = policy_weights(policy)
-    engine = FakeEngine(policy, noise=3e-3)
-    expected = upper_quartile_of_kl(policy, weights, engine)
-    reading = probe_for(policy).start(engine, weights)
-    assert 1e-6 < expected < 1e-5
-    assert reading.gap == pytest.approx(expected, rel=0.1)
+    reading = probe_for(policy).start(FakeEngine(policy), weights)
+    assert reading.gap == pytest.approx(geometric_mean_of_kl(policy, weights), rel=0.1)
     assert reading.threshold == pytest.approx(FACTOR * reading.gap)
 
 
-def test_an_engine_at_its_measured_noise_passes_after_every_sync(policy):
-    probe, engine = probe_for(policy), FakeEngine(policy, noise=3e-3)
-    started = probe.start(engine, policy_weights(policy))
-    weights = trained(policy)
-    engine.load_weights(weights)
-    reading = probe.check(engine, weights, version=1)
-    assert reading.gap < 2 * started.gap < reading.threshold
+@pytest.mark.parametrize("magnification", [1.0, 2.0])
+def test_an_engine_at_its_measured_noise_passes_after_every_sync(policy, magnification):
+    probe, engine = probe_for(policy), FakeEngine(policy, magnification=magnification)
+    probe.start(engine, policy_weights(policy))
+    for version in range(1, 6):
+        weights = trained(policy, rate=0.1 * version)
+        engine.load_weights(weights)
+        reading = probe.check(engine, weights, version=version)
+        assert reading.gap < 0.6 * reading.threshold
 
 
 def test_ten_times_the_noise_stops_the_run(policy):
-    probe, engine = probe_for(policy), FakeEngine(policy, noise=3e-3)
-    weights = policy_weights(policy)
-    started = probe.start(engine, weights)
-    engine.noise *= math.sqrt(10.0)  # ten times the divergence
-    with pytest.raises(FaultError, match=r"stale weights: after the sync of weight version 8 .* 5 times its own noise"):
-        probe.check(engine, weights, version=8)
-    assert upper_quartile_of_kl(policy, weights, engine) == pytest.approx(10 * started.gap, rel=0.1)
-
-
-@pytest.mark.parametrize(("factor", "passes"), [(4.5, True), (5.5, False)])
-def test_the_threshold_is_the_configured_multiple_of_the_noise(policy, factor, passes):
-    probe, engine = probe_for(policy), FakeEngine(policy, noise=2e-3)
+    probe, engine = probe_for(policy), FakeEngine(policy)
     weights = policy_weights(policy)
     probe.start(engine, weights)
-    engine.noise *= math.sqrt(factor)
+    engine.magnification = math.sqrt(10.0)  # ten times the divergence
+    with pytest.raises(FaultError, match=r"stale weights: after the sync of weight version 8 .* 5 times its own noise"):
+        probe.check(engine, weights, version=8)
+
+
+@pytest.mark.parametrize(("factor", "passes"), [(4.0, True), (6.0, False)])
+def test_the_threshold_is_the_configured_multiple_of_the_noise(policy, factor, passes):
+    probe, engine = probe_for(policy), FakeEngine(policy)
+    weights = policy_weights(policy)
+    probe.start(engine, weights)
+    engine.magnification = math.sqrt(factor)
     if passes:
         probe.check(engine, weights, version=1)
     else:
         with pytest.raises(FaultError):
             probe.check(engine, weights, version=1)
+
+
+def test_the_threshold_follows_the_policy(policy):
+    """A policy whose weights make rounding matter more is not taken for a stale one."""
+    probe, engine = probe_for(policy), FakeEngine(policy)
+    started = probe.start(engine, policy_weights(policy))
+    larger = {name: 3 * weight for name, weight in policy_weights(policy).items()}
+    engine.load_weights(larger)
+    reading = probe.check(engine, larger, version=1)
+    assert reading.gap > 2 * started.gap
+    assert reading.threshold > 2 * started.threshold
 
 
 @pytest.mark.parametrize("precision", ["float32", "bfloat16", "int8", "fp8"])
@@ -149,24 +161,24 @@ def test_an_engine_that_only_rounds_passes_and_one_with_stale_weights_does_not(p
 
 
 def test_a_few_flipped_contexts_pass_and_many_do_not(policy):
-    probe, engine = probe_for(policy), FakeEngine(policy, noise=1e-3)
+    probe, engine = probe_for(policy), FakeEngine(policy)
     weights = policy_weights(policy)
     probe.start(engine, weights)
-    engine.num_flipped = 4  # of 24: below the upper quartile
+    engine.num_flipped = 1  # of 24
     probe.check(engine, weights, version=1)
-    engine.num_flipped = 8
+    engine.num_flipped = 12
     with pytest.raises(FaultError, match="stale weights"):
         probe.check(engine, weights, version=1)
 
 
 def test_an_engine_that_does_not_run_the_model_is_refused_at_the_start(policy):
-    engine = FakeEngine(policy, noise=1.0)
+    engine = FakeEngine(policy, magnification=10.0)
     with pytest.raises(FaultError, match="disagree on the model they both loaded"):
         probe_for(policy).start(engine, policy_weights(policy))
 
 
 def test_an_engine_that_answers_nan_is_refused_at_the_start(policy):
-    engine = FakeEngine(policy, noise=math.nan)
+    engine = FakeEngine(policy, magnification=math.nan)
     with pytest.raises(FaultError):
         probe_for(policy).start(engine, policy_weights(policy))
 
@@ -175,7 +187,7 @@ def test_an_engine_that_answers_nan_later_stops_the_run(policy):
     probe, engine = probe_for(policy), FakeEngine(policy)
     weights = policy_weights(policy)
     probe.start(engine, weights)
-    engine.noise = math.nan
+    engine.magnification = math.nan
     with pytest.raises(FaultError, match="stale weights"):
         probe.check(engine, weights, version=1)
 

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from trm_repro.config_sections import RolloutConfig
 
-Distribution = Literal["full", "sampled"]
+Distribution = Literal["full", "top_k", "sampled"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -37,13 +37,15 @@ class SamplingSettings:
         max_tokens: longest response, end-of-sequence token included.
         temperature: 0 is greedy.
         top_p: nucleus; 1 samples from the whole distribution.
-        distribution: return log-probs of the whole vocabulary, or of the sampled token only.
+        distribution: return log-probs of the whole vocabulary, of the likeliest tokens, or of the sampled token only.
+        num_top: K, the number of likeliest tokens under distribution top_k.
     """
 
     max_tokens: int
     temperature: float = 1.0
     top_p: float = 1.0
     distribution: Distribution = "sampled"
+    num_top: int = 1
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -54,15 +56,19 @@ class Completion:
         token_ids: T >= 1 tokens, the end-of-sequence token included.
         logprobs: ``[T]`` float32, nats; of the sampled tokens, under the distribution they were drawn from.
         log_distribution: ``[T, V]`` float32, nats, or None.
+        top_ids: ``[T, K]`` int32; the likeliest tokens, or None.
+        top_logprobs: ``[T, K]`` float32, nats; theirs, or None.
         experts: ``[T, L, K]`` uint8, or None for a dense model.
         finished: whether it ended with the end-of-sequence token.
     """
 
     token_ids: tuple[int, ...]
     logprobs: Tensor
-    log_distribution: Tensor | None
-    experts: Tensor | None
     finished: bool
+    log_distribution: Tensor | None = None
+    top_ids: Tensor | None = None
+    top_logprobs: Tensor | None = None
+    experts: Tensor | None = None
 
 
 class Sampler(Protocol):

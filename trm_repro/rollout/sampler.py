@@ -68,6 +68,7 @@ class RolloutSampler:
                 temperature=settings.temperature,
                 top_p=settings.top_p,
                 distribution=settings.distribution,
+                num_top=settings.num_top_logprobs,
             ),
         )
         if len(completions) != len(requests):
@@ -84,6 +85,8 @@ class RolloutSampler:
                     response_ids=completion.token_ids,
                     logprobs=completion.logprobs,
                     log_distribution=completion.log_distribution,
+                    top_ids=completion.top_ids,
+                    top_logprobs=completion.top_logprobs,
                     experts=completion.experts,
                     finished=completion.finished,
                     reward=grade.reward,

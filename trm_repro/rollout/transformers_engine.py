@@ -90,10 +90,13 @@ class TransformersEngine:
         length = ends[0] + 1 if ends else len(tokens)
         distribution = torch.stack([step[1][row] for step in steps[:length]])  # [T, V]
         experts = [step[2][row] for step in steps[:length] if step[2] is not None]
+        top = distribution.topk(settings.num_top) if settings.distribution == "top_k" else None
         return Completion(
             token_ids=tuple(tokens[:length]),
             logprobs=distribution.gather(-1, torch.tensor(tokens[:length])[:, None]).squeeze(-1),
             log_distribution=distribution if settings.distribution == "full" else None,
+            top_ids=None if top is None else top.indices.int(),
+            top_logprobs=None if top is None else top.values,
             experts=torch.stack(experts).to(torch.uint8) if experts else None,
             finished=bool(ends),
         )

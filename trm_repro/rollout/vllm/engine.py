@@ -104,7 +104,7 @@ class VllmEngine:
                 top_p=settings.top_p,
                 max_tokens=settings.max_tokens,
                 seed=request.seed,
-                logprobs=-1 if settings.distribution == "full" else 0,
+                logprobs={"full": -1, "top_k": settings.num_top, "sampled": 0}[settings.distribution],
                 flat_logprobs=True,
                 detokenize=False,
             )
@@ -134,6 +134,11 @@ class VllmEngine:
             full = np.full((len(token_ids), self.vocab_size), -np.inf, dtype=np.float32)
             full[rows, np.asarray(flat.token_ids)] = values
             distribution = torch.from_numpy(full)  # [T, V]
+        top_ids = top_logprobs = None
+        if settings.distribution == "top_k":
+            # Each token's entries are the sampled one, then the K likeliest, the sampled one among them once more.
+            top_ids = torch.from_numpy(np.asarray(flat.token_ids, dtype=np.int32).reshape(len(token_ids), -1)[:, 1:])
+            top_logprobs = torch.from_numpy(values.reshape(len(token_ids), -1)[:, 1:].copy())
         routed = None
         if experts is not None:
             first = len(output.prompt_token_ids)
@@ -142,6 +147,8 @@ class VllmEngine:
             token_ids=token_ids,
             logprobs=torch.from_numpy(values[starts].copy()),  # each token's entries begin with the sampled one
             log_distribution=distribution,
+            top_ids=top_ids,
+            top_logprobs=top_logprobs,
             experts=routed,
             finished=completion.finish_reason == "stop",
         )
