@@ -126,6 +126,7 @@ def _draw_arm(axes: Axes, points: pd.DataFrame, arm: str) -> None:
             label = f"{arm}, seed {seed}"
             axes.plot(table.index, table[seed], color=colour, linestyle=style, label=label, linewidth=1.4)
         return
+    table = table.dropna()  # a step that not every seed has would be a mean of the survivors
     low, high = mean_interval(table.to_numpy())
     axes.plot(table.index, table.mean(axis=1), color=colour, label=f"{arm}, mean of {table.shape[1]} seeds")
     axes.fill_between(table.index, low, high, color=colour, alpha=0.2, linewidth=0)
@@ -150,6 +151,6 @@ def mean_interval(values: np.ndarray, *, num_resamples: int = 2000, seed: int = 
 
 
 def arm_order(arms: Sequence[str]) -> list[str]:
-    """Sort arms as the figures do; arms that are in none come last."""
+    """List each arm once, as the figures do; arms that are in none come last, by name."""
     known = list(COLOURS)
-    return sorted(arms, key=lambda arm: known.index(arm) if arm in known else len(known))
+    return sorted(set(arms), key=lambda arm: (known.index(arm) if arm in known else len(known), arm))

@@ -26,7 +26,7 @@ def summary_table(outcomes: Sequence[RunOutcome]) -> str:
         "| arm | seed | steps | score: start | final | best | PPL gap, last quarter | kept | outcome |",
         "|---|---|---|---|---|---|---|---|---|",
     ]
-    for arm in arm_order(list({outcome.arm for outcome in outcomes})):
+    for arm in arm_order([outcome.arm for outcome in outcomes]):
         for run in sorted((o for o in outcomes if o.arm == arm), key=lambda o: o.seed):
             lines.append(
                 f"| {run.arm} | {run.seed} | {run.num_steps} | {run.start_score:.2f} | {run.final_score:.2f} "
@@ -52,6 +52,7 @@ def render_report(
     name: str,
     settings: Mapping[str, object],
     environment: Mapping[str, str],
+    length_bias: str = "",
 ) -> str:
     """Write the report.
 
@@ -62,6 +63,7 @@ def render_report(
         name: of the experiment.
         settings: the settings that matter, by dotted key.
         environment: versions and machine.
+        length_bias: the table of rejection against length with its figure, or nothing.
 
     Returns:
         Markdown.
@@ -85,6 +87,11 @@ def render_report(
         _engine_lines(points),
         "## Who is kept",
         _acceptance_table(points),
+        "## What the bounds say",
+        _bounds_table(points),
+        "## Sampled estimators against exact KL",
+        _confusion_table(points),
+        *(["## Rejection against length (Table 2)", length_bias] if length_bias else []),
         "## Where the time goes",
         _time_table(points),
         "## Settings",
@@ -145,6 +152,48 @@ def _acceptance_table(points: pd.DataFrame) -> str:
     return "\n".join([*lines, "", "Mean over steps and seeds, with the smallest and largest step in brackets."])
 
 
+def _bounds_table(points: pd.DataFrame) -> str:
+    lines = [
+        "| arm | surrogate L' | unified bound, paper | sharp | trivial bound | steps in which exact KL refutes |",
+        "|---|---|---|---|---|---|",
+    ]
+    for arm in arm_order(list(points.arm.unique())):
+        cells = [arm]
+        for metric in ("surrogate", "unified_paper", "unified_sharp", "trivial"):
+            values = points[(points.arm == arm) & (points.metric == f"bounds/{metric}")].value
+            cells.append("" if values.empty else f"{values.median():.2g} ({values.min():.2g} to {values.max():.2g})")
+        refuting = points[(points.arm == arm) & (points.metric == "bounds/num_refuting_sequences")].value
+        cells.append("" if refuting.empty else f"{(refuting > 0).sum()} of {len(refuting)}")
+        lines.append("| " + " | ".join(cells) + " |")
+    lines.append(
+        "\nMedian over steps and seeds, smallest and largest in brackets, in reward units: measured on samples, not "
+        "certified. A bound above 1 says nothing about a reward in [0, 1], and improvement is guaranteed only where L' "
+        "exceeds a bound. One sequence with a token whose exact KL is above the threshold refutes the guarantee's "
+        "condition for its step; docs/theory.md says what a run without any may claim."
+    )
+    return "\n".join(lines)
+
+
+def _confusion_table(points: pd.DataFrame) -> str:
+    lines = [
+        "| arm | k2 accepts, exact max rejects | k2 rejects, exact accepts | k3 accepts, exact mean rejects "
+        "| k3 rejects, exact accepts |",
+        "|---|---|---|---|---|",
+    ]
+    for arm in arm_order(list(points.arm.unique())):
+        cells = [arm]
+        for metric in (
+            "max_wrongly_accepted",
+            "max_wrongly_rejected",
+            "avg_wrongly_accepted",
+            "avg_wrongly_rejected",
+        ):
+            values = points[(points.arm == arm) & (points.metric == f"confusion/{metric}_fraction")].value
+            cells.append("" if values.empty else f"{values.mean():.3f} (to {values.max():.3f})")
+        lines.append("| " + " | ".join(cells) + " |")
+    return "\n".join([*lines, "", "Share of all sequences, mean over steps and seeds, largest step in brackets."])
+
+
 def _time_table(points: pd.DataFrame) -> str:
     lines = ["| stage | mean seconds per step | share of the step |", "|---|---|---|"]
     means = {
@@ -152,7 +201,10 @@ def _time_table(points: pd.DataFrame) -> str:
         for stage in STAGES
         if not points[points.metric == f"time/{stage}_seconds"].empty
     }
-    total = float(points[points.metric == "time/step_seconds"].value.mean())
+    steps = points[points.metric == "time/step_seconds"].value
+    if steps.empty:
+        return "Not recorded."
+    total = float(steps.mean())
     for stage, seconds in means.items():
         lines.append(f"| {stage} | {seconds:.3f} | {seconds / total:.0%} |")
     lines.append(f"| whole step | {total:.3f} | |")

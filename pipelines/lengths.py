@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from pipelines.arguments import add_config_arguments, config_from
+from pipelines.run_directory import write_atomically
 
 if TYPE_CHECKING:
     from evaluation.length_bias import LengthSample
@@ -26,36 +27,48 @@ def configure(parser: argparse.ArgumentParser) -> None:
         type=Path,
         help="checkpoint.ckpt of a run: its oldest weights sample, its newest are the policy; default: engine gap only",
     )
-    parser.add_argument("--operands", type=int, nargs="+", default=[8, 14, 20, 28, 38, 50], help="problem sizes")
-    parser.add_argument("--num-prompts", type=int, default=32, help="prompts of each size")
     parser.add_argument("--out", type=Path, required=True, help="folder for table_2.md, .json, .png and .pdf")
 
 
 def run(arguments: argparse.Namespace) -> int:
     """Run the command."""
-    from evaluation.length_bias import draw_length_bias, length_rows, length_table
-    from pipelines.run_directory import write_atomically
     from pipelines.session import set_threads
     from trm_repro.errors import InputError
 
-    for name, values in (("--operands", arguments.operands), ("--num-prompts", [arguments.num_prompts])):
-        if not all(2 <= value <= 100 for value in values):
-            raise InputError(f"{name} must be between 2 and 100, got {values}")
     config = config_from(arguments)
+    if not config.evaluation.length_operands:
+        raise InputError("evaluation.length_operands is empty: name problem sizes, such as [8,14,20,28,38,50]")
     set_threads(config.num_threads)
-    samples, threshold = _sample(arguments, config)
-    rows = length_rows(samples, threshold)
-    table = length_table(rows)
-    write_atomically(arguments.out / "table_2.md", table + "\n")
-    write_atomically(arguments.out / "table_2.json", json.dumps([dataclasses.asdict(row) for row in rows], indent=2))
-    figure = draw_length_bias(rows)
-    for suffix in ("png", "pdf"):
-        figure.savefig(arguments.out / f"table_2.{suffix}", dpi=150)
-    sys.stdout.write(table + "\n")
+    write_length_table(config, arguments.checkpoint, arguments.out)
+    sys.stdout.write((arguments.out / "table_2.md").read_text(encoding="utf-8"))
     return 0
 
 
-def _sample(arguments: argparse.Namespace, config: "RunConfig") -> "tuple[list[LengthSample], float]":
+def write_length_table(config: "RunConfig", checkpoint: Path | None, folder: Path) -> None:
+    """Measure rejection at each problem size and write table_2.png, .pdf, .json and, last, .md.
+
+    Args:
+        config: the run.
+        checkpoint: of a run, whose oldest weights sample and whose newest are the policy; None for the starting
+            policy on both sides.
+        folder: where to write.
+
+    Raises:
+        InputError: if the checkpoint is missing, damaged or of another architecture.
+    """
+    from evaluation.length_bias import draw_length_bias, length_rows, length_table
+
+    samples, threshold = _sample(config, checkpoint)
+    rows = length_rows(samples, threshold)
+    folder.mkdir(parents=True, exist_ok=True)
+    figure = draw_length_bias(rows)
+    for suffix in ("png", "pdf"):
+        figure.savefig(folder / f"table_2.{suffix}", dpi=150)
+    write_atomically(folder / "table_2.json", json.dumps([dataclasses.asdict(row) for row in rows], indent=2))
+    write_atomically(folder / "table_2.md", length_table(rows) + "\n")
+
+
+def _sample(config: "RunConfig", checkpoint_file: Path | None) -> "tuple[list[LengthSample], float]":
     """Sample and score responses of each size; returns them with TRM-Max's threshold."""
     from tqdm import tqdm
 
@@ -68,32 +81,35 @@ def _sample(arguments: argparse.Namespace, config: "RunConfig") -> "tuple[list[L
     from trm_repro.rollout.sampler import RolloutSampler
     from trm_repro.steps import gate
 
-    checkpoint = None if arguments.checkpoint is None else read_checkpoint(arguments.checkpoint)
+    checkpoint = None if checkpoint_file is None else read_checkpoint(checkpoint_file)
     model_path = starting_policy(config, show_progress=True)
     module = build_module(config, model_path, None)
     module.configure_model()
-    longest = max(arguments.operands)
+    sizes = config.evaluation.length_operands
     rollout = dataclasses.replace(
         config.rollout,
-        num_prompts=arguments.num_prompts,
-        max_prompt_tokens=2 * longest + 4,
-        max_response_tokens=6 * longest + 12,
+        distribution="full",
+        num_prompts=config.evaluation.num_length_prompts,
+        max_prompt_tokens=2 * max(sizes) + 4,
+        max_response_tokens=6 * max(sizes) + 9,
     )
-    session = open_session(dataclasses.replace(config, rollout=rollout), model_path)
-    if checkpoint is not None:
-        load_into(module.policy, checkpoint, arguments.checkpoint)
+    update = dataclasses.replace(config.update, num_updates_per_rollout=1)
+    config = dataclasses.replace(config, rollout=rollout, update=update)
+    session = open_session(config, model_path)
+    if checkpoint is not None and checkpoint_file is not None:
+        load_into(module.policy, checkpoint, checkpoint_file)
         version, weights = checkpoint.snapshots[0]
-        session.engine.sync(weights, run=str(arguments.checkpoint), version=version)
+        session.engine.sync(weights, run=str(checkpoint_file), version=version)
     gates = {name: load_arm(name).mask for name in GATES}
     samples = []
-    for size in tqdm(arguments.operands, desc="lengths", unit="size"):
-        task = dataclasses.replace(config.task, min_operands=size, max_operands=size)
-        # A response is given the room that a solution of its size needs, and a little more.
+    for size in tqdm(sizes, desc="lengths", unit="size"):
+        # A response has the room that a solution of its size needs, and a little more.
         limited = dataclasses.replace(rollout, max_response_tokens=6 * size + 9)
-        sampler = RolloutSampler(
-            dataclasses.replace(config, task=task, rollout=limited), session.engine, session.tokenizer
-        )
-        batch = RolloutBatch.from_rollouts(sampler.sample_step(0, 0))
+        task = dataclasses.replace(config.task, min_operands=size, max_operands=size)
+        evaluation = dataclasses.replace(config.evaluation, num_problems=1, num_sampled_problems=1)
+        sized = dataclasses.replace(config, task=task, rollout=limited, evaluation=evaluation)
+        rollouts = RolloutSampler(sized, session.engine, session.tokenizer).sample_step(0, 0)
+        batch = RolloutBatch.from_rollouts(rollouts)
         measurement = module.measure(batch)
         assert measurement.kl is not None
         masks = {name: gate(measurement, batch.response_mask, mask) for name, mask in gates.items()}

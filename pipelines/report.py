@@ -27,6 +27,13 @@ def run(arguments: argparse.Namespace) -> int:
     return 0
 
 
+def _length_bias(folder: Path) -> str:
+    table = folder / "figures" / "table_2.md"
+    if not table.is_file():
+        return ""
+    return f"{table.read_text(encoding='utf-8')}\n![Rejection against length](figures/table_2.png)"
+
+
 def write_report(config: RunConfig) -> list[Path]:
     """Write figures, summary.txt and report.md into the output folder.
 
@@ -60,7 +67,9 @@ def write_report(config: RunConfig) -> list[Path]:
         name=config.name,
         settings=settings,
         environment=describe_environment(),
+        length_bias=_length_bias(folder),
     )
     write_atomically(folder / "report.md", report)
     write_atomically(folder / "summary.txt", f"{summary_table(outcomes)}\n\n{showings_table(outcomes)}\n")
+    figures += sorted((folder / "figures").glob("table_2.*"))
     return [folder / "report.md", folder / "summary.txt", *figures]

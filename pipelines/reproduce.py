@@ -92,6 +92,10 @@ class Schedule:
         self.pending = [directory for directory in directories if not directory.is_finished]
         self.all = directories
         self.finished = {directory.name for directory in directories if directory.is_finished}
+        first = directories[0]
+        table = Path(first.config.output.dir) / "figures" / "table_2.md"
+        wants_lengths = bool(first.config.evaluation.length_operands) and not table.is_file()
+        self.lengths_of = first if wants_lengths else None
         self.warm: set[int] = set()
         self.warming: set[int] = set()
 
@@ -112,6 +116,9 @@ class Schedule:
                 continue
             self.pending.remove(directory)
             return Job(kind="train", config=config, num_kept=random_control(config)), directory
+        if self.lengths_of is not None and not self.pending and self.lengths_of.name in self.finished:
+            directory, self.lengths_of = self.lengths_of, None
+            return Job(kind="lengths", config=directory.config), directory
         return None
 
     def finish(self, job: Job, directory: RunDirectory) -> None:
@@ -119,13 +126,15 @@ class Schedule:
         if job.kind == "warm_start":
             self.warming.discard(job.config.seed)
             self.warm.add(job.config.seed)
-        else:
+        elif job.kind == "train":
             self.finished.add(directory.name)
 
     def give_up(self, job: Job, directory: RunDirectory) -> list[RunDirectory]:
         """Note that a job cannot be done; returns the runs that therefore cannot either, itself first."""
         self.warming.discard(job.config.seed)
         lost = [directory]
+        if job.kind == "lengths":
+            return lost
         for other in list(self.pending):
             same_seed = other.config.seed == job.config.seed
             needs_it = job.kind == "warm_start" or other.config.mask.reference_arm == job.config.arm
@@ -161,6 +170,7 @@ class Pool:
         self.failures: dict[str, str] = {}
         self.attempts: dict[str, int] = {}
         self.open: dict[str, RunDirectory] = {}
+        self.progress: dict[str, tuple[int, int]] = {}  # size of the spool when it was read, steps in it
 
     def run(self) -> dict[str, str]:
         """Work until nothing is left.
@@ -194,7 +204,8 @@ class Pool:
         return self.failures
 
     def _num_workers(self) -> int:
-        return min(self.config.reproduce.num_workers, len(self.schedule.pending))
+        num_jobs = len(self.schedule.pending) + (self.schedule.lengths_of is not None)
+        return min(self.config.reproduce.num_workers, num_jobs)
 
     def _start(self, number: int) -> Worker:
         os.environ["OMP_NUM_THREADS"] = str(self.config.num_threads)  # read once, when the process loads torch
@@ -263,10 +274,13 @@ class Pool:
 
         for directory in self.open.values():
             self.tracker.replay(directory)
-        done = 0
         for directory in self.schedule.all:
             if directory.spool_file.is_file():
-                done += sum(entry.kind == "train" for entry in read_spool(directory.spool_file))
+                size = directory.spool_file.stat().st_size
+                if self.progress.get(directory.name, (0, 0))[0] != size:
+                    num_steps = sum(entry.kind == "train" for entry in read_spool(directory.spool_file))
+                    self.progress[directory.name] = (size, num_steps)
+        done = sum(num_steps for _, num_steps in self.progress.values())
         bar.update(done - bar.n)
         doing = [
             f"{worker.job.kind.replace('_', ' ')} {worker.directory.name}"

@@ -48,6 +48,7 @@ class Tracker:
         self.uri = tracking_uri(config)
         self.folder = Path(config.output.dir)
         self.folder.mkdir(parents=True, exist_ok=True)
+        self.replayed_sizes: dict[Path, int] = {}  # bytes of each spool that are in MLflow
         try:
             mlflow.set_tracking_uri(self.uri)
             self.client = MlflowClient(tracking_uri=self.uri)
@@ -92,6 +93,9 @@ class Tracker:
         """
         if not directory.spool_file.is_file():
             return 0
+        size = directory.spool_file.stat().st_size
+        if self.replayed_sizes.get(directory.spool_file) == size:
+            return 0
         state_file = directory.path / "mlflow.json"
         state = json.loads(state_file.read_text(encoding="utf-8"))
         entries = list(read_spool(directory.spool_file))[state["replayed"] :]
@@ -104,6 +108,7 @@ class Tracker:
             self.client.log_batch(state["run_id"], metrics=metrics[start : start + MAX_BATCH])
         if entries:
             self._write_state(state_file, state["run_id"], state["replayed"] + len(entries))
+        self.replayed_sizes[directory.spool_file] = size
         return len(entries)
 
     def close_run(self, directory: RunDirectory, status: str) -> None:

@@ -24,7 +24,8 @@ class Job:
     """One thing for a worker to do.
 
     Attributes:
-        kind: warm_start trains the seed's starting policy, train the run itself.
+        kind: warm_start trains the seed's starting policy, train the run itself; lengths measures rejection against
+            length on the run's checkpoint.
         config: the run.
         num_kept: for a random control: kept sequences by step, update by update.
     """
@@ -70,6 +71,8 @@ def worker_main(connection: Connection, log_file: Path) -> None:
 
 
 def _do(job: Job, session: object) -> object:
+    from pipelines.lengths import write_length_table
+    from pipelines.run_directory import RunDirectory
     from pipelines.session import Session, open_session, set_threads
     from pipelines.train import starting_policy, train_run
 
@@ -77,6 +80,9 @@ def _do(job: Job, session: object) -> object:
     model_path = starting_policy(job.config)
     if job.kind == "warm_start":
         return session
+    if job.kind == "lengths":
+        write_length_table(job.config, RunDirectory(job.config).checkpoint, Path(job.config.output.dir) / "figures")
+        return None
     if session is None:
         session = open_session(job.config, model_path)
     assert isinstance(session, Session)

@@ -341,12 +341,19 @@ class EvaluationConfig:
     """Nucleus of the sampled answers."""
     max_response_tokens: int = 90
     """Longest answer, tokens."""
+    length_operands: tuple[int, ...] = (8, 14, 20, 28, 38, 50)
+    """Problem sizes at which rejection against response length is measured; an empty list leaves it out."""
+    num_length_prompts: int = 32
+    """Prompts of each of those sizes, rollout.group_size responses each."""
     prompt_template: Literal["plain", "chat"] = "plain"
     """Text as it is, or as one user turn of the tokenizer's chat template (for instruction-tuned models)."""
 
     def __post_init__(self) -> None:
         """Check ranges."""
-        counts = ("every_steps", "num_problems", "num_sampled_problems", "num_samples", "max_response_tokens")
+        counts = ["every_steps", "num_problems", "num_sampled_problems", "num_samples", "max_response_tokens"]
+        counts += ["num_length_prompts"]
+        for size in self.length_operands:
+            require(2 <= size <= 100, "evaluation.length_operands", "between 2 and 100", size)
         require_at_least("evaluation", 1, **{name: getattr(self, name) for name in counts})
         require_positive("evaluation", temperature=self.temperature)
         require_fraction("evaluation", top_p=self.top_p)

@@ -69,7 +69,7 @@ def k3_divergence(log_ratio: Tensor) -> Tensor:
     """Estimate KL(pi_roll || pi_theta) per token by r - 1 - log r: non-negative, unbiased under pi_roll.
 
     Source: TRM (arXiv 2512.23075v3), sample-based estimator of the average criterion. The log-ratio is clamped
-    to +-MAX_LOG_RATIO, which leaves every value below 5e8 as it is.
+    to at most MAX_LOG_RATIO, which leaves every value below 5e8 as it is.
 
     Args:
         log_ratio: any shape, float32, nats.
@@ -77,7 +77,7 @@ def k3_divergence(log_ratio: Tensor) -> Tensor:
     Returns:
         The same shape, nats; 0 where the policies agree.
     """
-    clamped = log_ratio.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
+    clamped = log_ratio.clamp(max=MAX_LOG_RATIO)
     return torch.expm1(clamped) - clamped
 
 

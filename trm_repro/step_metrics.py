@@ -205,7 +205,7 @@ def _tokens(records: Sequence[UpdateRecord], dense: Sequence[Tensor | None]) -> 
 
 def _distribution(name: str, values: Tensor) -> dict[str, float]:
     # torch.quantile refuses more than 16 million values; kthvalue does not.
-    rank = max(1, int(0.99 * values.numel()))
+    rank = math.ceil(0.99 * values.numel())
     p99 = values.kthvalue(rank).values
     return {f"{name}_mean": float(values.mean()), f"{name}_p99": float(p99), f"{name}_max": float(values.max())}
 

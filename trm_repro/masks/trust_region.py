@@ -1,7 +1,7 @@
 """Trust-region masks: a sequence is kept when its token divergences stay within a threshold.
 
 Shape letters: B sequences, T response tokens. An empty response (no True in its mask row) has
-divergence 0 and is kept; a NaN or infinite divergence rejects its sequence.
+divergence 0 and is kept; a NaN divergence rejects its sequence, an infinite one too unless the threshold is.
 """
 
 import torch

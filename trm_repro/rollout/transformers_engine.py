@@ -36,6 +36,8 @@ class TransformersEngine:
     def load_weights(self, weights: Mapping[str, Tensor]) -> None:
         """Replace the weights."""
         rounded = {name: round_weight(name, weight, self.precision) for name, weight in weights.items()}
+        if "lm_head.weight" in self.model.state_dict():  # tied to the embedding, it is not among the policy's weights
+            rounded.setdefault("lm_head.weight", rounded["model.embed_tokens.weight"])
         self.model.load_state_dict(rounded, strict=True)
 
     @torch.no_grad()

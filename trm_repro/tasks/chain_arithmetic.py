@@ -6,10 +6,12 @@ The prompt lists the operands; the response writes each running sum, then the an
 
 import random
 
+from trm_repro.errors import InputError
 from trm_repro.tasks.problems import Grade, Problem, Response
 
 ALPHABET = "0123456789+=;#"
 ANSWER_MARK = "#"
+MAX_DRAWS_PER_PROBLEM = 1000
 
 
 def make_problem(operands: list[int]) -> Problem:
@@ -53,14 +55,22 @@ class ChainArithmetic:
 
         Returns:
             The problems; one may come twice.
+
+        Raises:
+            InputError: if nearly all problems of these lengths are excluded.
         """
         problems: list[Problem] = []
-        while len(problems) < num_problems:
+        for _ in range(MAX_DRAWS_PER_PROBLEM * num_problems):
+            if len(problems) == num_problems:
+                return problems
             length = rng.randint(self.min_operands, self.max_operands)
             problem = make_problem([rng.randrange(10) for _ in range(length)])
             if problem.id not in exclude:
                 problems.append(problem)
-        return problems
+        raise InputError(
+            f"nearly all problems of {self.min_operands} to {self.max_operands} operands are held out; raise "
+            "task.max_operands or lower evaluation.num_problems"
+        )
 
     def grade(self, problem: Problem, response: Response) -> Grade:
         """Give reward 1 when a finished response has exactly the answer after its first mark, else 0."""

@@ -52,7 +52,7 @@ def _read_jsonl(path: Path) -> list[Any]:
                 if line.strip():
                     try:
                         rows.append(json.loads(line))
-                    except (json.JSONDecodeError, RecursionError):
+                    except (ValueError, RecursionError):  # also a number of more digits than Python reads
                         raise InputError(f"{path}: line {number} is not a JSON object") from None
     except UnicodeDecodeError:
         raise InputError(f"{path}: is not UTF-8 text; expected .jsonl or .parquet") from None

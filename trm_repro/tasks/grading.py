@@ -15,7 +15,7 @@ MAX_RESPONSE_CHARACTERS = 1_000_000
 MAX_ANSWER_CHARACTERS = 200
 """A longer marked answer is not an integer of any problem here."""
 
-_BOXED = "\\boxed"
+_BOX_OPENING = re.compile(r"\\boxed *\{")
 _ANSWER_LINE = re.compile(r"\banswer[ \t*_]*[:\uff1a][ \t*_]*\n?([^\n]*)$", re.IGNORECASE | re.MULTILINE)
 _WRAPPER = re.compile(
     r"^\\(?:text|textbf|mathrm|mathbf|mathit|boxed|fbox|displaystyle|color\s*\{[a-zA-Z]*\})\s*\{(.*)\}$", re.DOTALL
@@ -44,8 +44,9 @@ def normalize_integer(text: str) -> str | None:
         text = text.removeprefix("\\(").removesuffix("\\)").removeprefix("\\[").removesuffix("\\]")
         for unit in ("^\\circ", "^{\\circ}", "\\degree", "\u00b0", "\\%", "%"):
             text = text.removesuffix(unit)
-        for space in ("\\,", "\\!", "\\ ", "{,}"):
-            text = text.replace(space, "," if space == "{,}" else "")
+        for separator in ("\\,", "\\ ", "{,}"):  # between thousands; anywhere else no integer comes out
+            text = text.replace(separator, ",")
+        text = text.replace("\\!", "")
         if wrapped := _WRAPPER.match(text):
             text = wrapped.group(1)
         elif text.startswith("{") and text.endswith("}"):
@@ -106,31 +107,35 @@ def grade_integer(answer: str, response: str, *, finished: bool = True) -> Grade
 
 
 def _last_box(text: str) -> tuple[int, str | None]:
-    """Find the last box whose braces close; returns its start and content, or (-1, None)."""
-    open_boxes: list[tuple[int, int, int]] = []  # (start of the command, start of the content, depth outside)
-    found: tuple[int, str | None] = (-1, None)
+    """Find the last box whose braces close and that no other closed box holds: its start and content, or (-1, None)."""
+    last_start, last_end, content = -1, -1, None
+    for start, inner, end in sorted(_closed_boxes(text)):
+        if start > last_end:  # a box inside a closed one is part of that one's answer
+            last_start, last_end, content = start, end, (inner, end)
+    return last_start, None if content is None else text[slice(*content)]
+
+
+def _closed_boxes(text: str) -> list[tuple[int, int, int]]:
+    """List the boxes whose braces close: start of the command, start of the content, end of the content."""
+    closed: list[tuple[int, int, int]] = []
+    open_boxes: list[tuple[int, int, int]] = []  # start of the command, start of the content, depth outside
     depth, position = 0, 0
     while position < len(text):
         character = text[position]
-        if text.startswith(_BOXED, position):
-            brace = position + len(_BOXED)
-            while brace < len(text) and text[brace] == " ":
-                brace += 1
-            if brace < len(text) and text[brace] == "{":
-                open_boxes.append((position, brace + 1, depth))
-                depth += 1
-                position = brace + 1
-                continue
-        elif character == "\\":
+        if matched := _BOX_OPENING.match(text, position):
+            open_boxes.append((position, matched.end(), depth))
+            depth += 1
+            position = matched.end()
+            continue
+        if character == "\\":
             position += 2  # an escaped brace is not a brace
             continue
-        elif character == "{":
+        if character == "{":
             depth += 1
         elif character == "}":
             depth -= 1
             if open_boxes and open_boxes[-1][2] == depth:
-                start, content, _ = open_boxes.pop()
-                if start > found[0] and not any(outer[0] < start for outer in open_boxes):
-                    found = (start, text[content:position])
+                start, inner, _ = open_boxes.pop()
+                closed.append((start, inner, position))
         position += 1
-    return found
+    return closed
