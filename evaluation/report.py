@@ -92,6 +92,10 @@ def render_report(
         "## Sampled estimators against exact KL",
         _confusion_table(points),
         *(["## Rejection against length (Table 2)", length_bias] if length_bias else []),
+        "## Why token-level methods fail",
+        "By enumeration, not from these runs: clipping or masking single tokens leaves responses with a large KL in "
+        "the gradient, and PPO's clip lets a large ratio with a negative advantage through.\n\n"
+        "![Why token-level methods fail](figures/token_level.png)",
         "## Where the time goes",
         _time_table(points),
         "## Settings",

@@ -51,6 +51,7 @@ def write_report(config: RunConfig) -> list[Path]:
     from evaluation.figures import save_figures
     from evaluation.outcomes import REPORTED_METRICS, run_outcomes
     from evaluation.report import SCORE_NAME, render_report, showings_table, summary_table
+    from evaluation.token_level import draw_token_level
     from pipelines.tracking import flatten, read_points
 
     folder = Path(config.output.dir)
@@ -71,5 +72,8 @@ def write_report(config: RunConfig) -> list[Path]:
     )
     write_atomically(folder / "report.md", report)
     write_atomically(folder / "summary.txt", f"{summary_table(outcomes)}\n\n{showings_table(outcomes)}\n")
-    figures += sorted((folder / "figures").glob("table_2.*"))
+    token_level = draw_token_level()
+    for suffix in ("png", "pdf"):
+        token_level.savefig(folder / "figures" / f"token_level.{suffix}", dpi=150)
+    figures += sorted([*(folder / "figures").glob("table_2.*"), *(folder / "figures").glob("token_level.*")])
     return [folder / "report.md", folder / "summary.txt", *figures]

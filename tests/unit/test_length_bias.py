@@ -1,0 +1,63 @@
+"""Table 2 and the token-level figure: counts by hand, predictions by formula."""
+
+import numpy as np
+import pytest
+import torch
+
+from evaluation.length_bias import LengthSample, draw_length_bias, length_rows, length_table
+from evaluation.token_level import LABELS, draw_token_level
+
+
+def sample(size: int, lengths: list[int], violating: list[int], kept: list[bool]) -> LengthSample:
+    """Responses of given lengths, the first tokens of each violating."""
+    width = max(lengths)
+    mask = torch.arange(width) < torch.tensor(lengths)[:, None]
+    kl = torch.where(torch.arange(width) < torch.tensor(violating)[:, None], 0.2, 0.0)
+    kl = torch.where(mask, kl, torch.nan)  # whatever stands on padding is ignored
+    return LengthSample(num_operands=size, kl=kl, response_mask=mask, masks={"gate": torch.tensor(kept)})
+
+
+SAMPLES = [sample(2, [2, 2], [1, 0], [False, True]), sample(5, [8, 8], [1, 0], [False, False])]
+
+
+def test_rejection_and_violations_are_counted_by_size():
+    short, long = length_rows(SAMPLES, threshold=0.05)
+    assert (short.rejection["gate"], long.rejection["gate"]) == (0.5, 1.0)
+    assert (short.token_violation_fraction, long.token_violation_fraction) == (0.25, 1 / 16)
+    assert (short.mean_length, long.mean_length) == (2.0, 8.0)
+
+
+def test_prediction_takes_the_violation_rate_of_all_sizes():
+    rows = length_rows(SAMPLES, threshold=0.05)
+    p = 2 / 20  # two of twenty tokens
+    assert rows[0].predicted_rejection == pytest.approx(1 - (1 - p) ** 2)
+    assert rows[1].predicted_rejection == pytest.approx(1 - (1 - p) ** 8)
+
+
+def test_a_token_at_the_threshold_does_not_violate():
+    exact = sample(2, [2], [1], [True])
+    assert length_rows([exact], threshold=float(torch.tensor(0.2)))[0].token_violation_fraction == 0.0
+
+
+def test_table_has_a_line_a_size_and_a_column_a_gate():
+    lines = length_table(length_rows(SAMPLES, threshold=0.05)).splitlines()
+    assert lines[0].endswith("| gate |")
+    assert lines[2] == "| 2 | 2 | 2 | 0.2500 | 0.19 | 0.50 |"
+    assert len(lines) == 4
+
+
+def test_figure_draws_every_gate_and_the_prediction():
+    axes = draw_length_bias(length_rows(SAMPLES, threshold=0.05)).axes[0]
+    drawn = {line.get_label(): list(line.get_ydata()) for line in axes.get_lines()}
+    assert drawn["gate"] == [0.5, 1.0]
+    assert drawn["1 - (1 - p)^T"] == pytest.approx([0.19, 1 - 0.9**8])
+
+
+def test_token_level_figure_shows_a_ratio_of_900_under_ppo_clip_and_none_under_trm():
+    kl_axes, ratio_axes = draw_token_level().axes
+    ratios = {line.get_label(): np.asarray(line.get_ydata()) for line in ratio_axes.get_lines()}
+    assert ratios[LABELS["ppo_clip"]][0] == pytest.approx(900)  # 0.9 / 0.001
+    assert ratios[LABELS["trm_max"]][0] == pytest.approx(0.1)  # drawn at the axis' lower end: nothing
+    largest = {line.get_label(): np.asarray(line.get_ydata()) for line in kl_axes.get_lines()}
+    assert np.array_equal(largest[LABELS["ppo_clip"]], largest[LABELS["no_mask"]])
+    assert largest[LABELS["trm_max"]].max() <= 0.05
