@@ -114,6 +114,8 @@ class Tracker:
     def close_run(self, directory: RunDirectory, status: str) -> None:
         """Give a run its end: FINISHED, FAILED or KILLED."""
         state = json.loads((directory.path / "mlflow.json").read_text(encoding="utf-8"))
+        if self.client.get_run(state["run_id"]).info.status != status:
+            self._log_profiles(state["run_id"], directory)
         self._close(state["run_id"], status)
 
     def close_parent(self, run_id: str, status: str) -> None:
@@ -124,6 +126,17 @@ class Tracker:
         """Store files as artifacts of a run."""
         for file in files:
             self.client.log_artifact(run_id, str(file), folder)
+
+    def _log_profiles(self, run_id: str, directory: RunDirectory) -> None:
+        """Store expected divergence by position, step by step, as one artifact."""
+        if not directory.spool_file.is_file():
+            return
+        profiles = {entry.step: entry.profiles for entry in read_spool(directory.spool_file) if entry.profiles}
+        if profiles:
+            with tempfile.TemporaryDirectory() as folder:
+                file = Path(folder) / "divergence_by_position.json"
+                file.write_text(json.dumps(profiles), encoding="utf-8")
+                self.log_files(run_id, [file], "profiles")
 
     def _close(self, run_id: str, status: str) -> None:
         if self.client.get_run(run_id).info.status != status:

@@ -124,6 +124,8 @@ def test_mlflow_has_parent_and_nested_runs_with_every_point(smoke: Path):
         assert run.data.tags["git_commit"]
         artifacts = {file.path for file in client.list_artifacts(run.info.run_id, "setup")}
         assert artifacts == {"setup/config.yaml", "setup/environment.json", "setup/cpu.txt"}
+        profiles = client.download_artifacts(run.info.run_id, "profiles/divergence_by_position.json")
+        assert set(json.loads(Path(profiles).read_text())) == {"1", "2", "3", "4"}
         for entry in read_spool(directory.spool_file):
             for name, value in entry.metrics.items():
                 points = [p for p in client.get_metric_history(run.info.run_id, name) if p.step == entry.step]
@@ -259,6 +261,36 @@ def test_dense_policy_runs_by_one_key(smoke: Path, tmp_path: Path):
     assert done.returncode == 0, done.stderr
     config = load_config([tmp_path / "runs" / "ppo_clip" / "seed_101" / "config.yaml"])
     assert config.policy.architecture == "dense"
+
+
+def test_top_k_rollouts_train_with_certified_masks(smoke: Path, tmp_path: Path):
+    done = run_command(
+        "train",
+        "--arm",
+        "trm_max_0.05",
+        SMOKE,
+        "seed=1",
+        "num_steps=2",
+        "rollout.distribution=top_k",
+        "rollout.num_top_logprobs=4",
+        f"output.dir={tmp_path / 'runs'}",
+        f"output.warm_start_dir={smoke / 'warm_starts'}",
+    )
+    assert done.returncode == 0, done.stderr
+    folder = tmp_path / "runs" / "trm_max_0.05" / "seed_1"
+    trained = [entry.metrics for entry in read_spool(folder / "metrics.jsonl") if entry.kind == "train"]
+    assert all(0.0 <= metrics["mask/undecided_fraction"] < 1.0 for metrics in trained)
+    assert all("divergence/kl_mean" not in metrics for metrics in trained)
+    rollouts, _ = read_rollouts(folder / "shards" / "step_00001.parquet")
+    assert all(rollout.log_distribution is None for rollout in rollouts)
+    assert all(rollout.top_logprobs.shape[1] == 4 for rollout in rollouts)
+
+
+def test_length_table_measures_every_size(smoke: Path):
+    rows = json.loads((smoke / "runs" / "figures" / "table_2.json").read_text())
+    assert [row["num_operands"] for row in rows] == [2, 4]
+    assert all(0.0 <= value <= 1.0 for row in rows for value in row["rejection"].values())
+    assert "Rejection against length" in (smoke / "runs" / "report.md").read_text()
 
 
 def test_evaluate_runs_aime_problems_through_engine_and_grader(smoke: Path, tmp_path: Path, test_data: Path):

@@ -104,7 +104,7 @@ def test_what_showed_is_counted_in_seeds():
 @pytest.mark.parametrize(("num_seeds", "is_few"), [(2, True), (4, True), (5, False)])
 def test_fewer_than_five_seeds_are_called_an_indication(num_seeds, is_few):
     text = render([outcome("ppo_clip", seed=seed) for seed in range(num_seeds)])
-    assert (f"{num_seeds} seeds are too few for more than an indication" in text) == is_few
+    assert (f"(here {num_seeds}) are no more than an indication" in text) == is_few
 
 
 def test_the_engines_gap_is_that_of_the_first_step_over_runs():
