@@ -111,8 +111,8 @@ def _caution(num_seeds: int) -> str:
         return f"{num_seeds} seeds; each has its own starting policy, training prompts and held-out problems."
     return (
         f"Fewer than {ENOUGH_SEEDS} seeds (here {num_seeds}) are no more than an indication. Each seed has its own "
-        "starting policy, training prompts and held-out problems. The learning rate, staleness and optimizer are those at which the arms "
-        "separate in earlier trials on other seeds; at other settings they need not."
+        "starting policy, training prompts and held-out problems. The learning rate, staleness and optimizer are those "
+        "at which the arms separate in earlier trials on other seeds; at other settings they need not."
     )
 
 
