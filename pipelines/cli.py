@@ -14,6 +14,7 @@ COMMANDS = {
     "mask": "score a shard with a policy and write the masks of its first update",
     "update": "train one step on a shard and write masks and the new policy",
     "evaluate": "score a policy on held-out problems or on a file such as AIME25",
+    "grade": "grade responses in a file of {gold, response} lines, and print why",
     "report": "draw figures and write the report from MLflow",
     "lengths": "measure how each gate's rejection grows with response length (the paper's Table 2)",
     "bounds": "print the paper's bounds and ours, Table 1 among them",
@@ -50,7 +51,8 @@ def main(argv: list[str] | None = None) -> int:
     except FaultError as error:
         return _fail(f"stopped: {error}", 1)
     except KeyboardInterrupt:
-        return _fail("interrupted; the same command goes on from the last finished step", 130)
+        goes_on = arguments.command in ("reproduce", "train")
+        return _fail("interrupted" + ("; the same command goes on from the last finished step" * goes_on), 130)
 
 
 def _fail(message: str, code: int) -> int:

@@ -153,6 +153,52 @@ def test_one_integer_is_read_out_of_its_wrappers(text, integer):
     assert normalize_integer(text) == integer
 
 
+@pytest.mark.parametrize(
+    ("text", "integer"),
+    [
+        ("7\u00b2", None),  # a superscript two: 49, not 72
+        ("10\u2083", None),  # a subscript three: a base, not 103
+        ("7\u00bd", None),
+        ("\u2467", None),  # a circled 8
+        ("7\u00b2 + 21 = 70", "70"),
+        ("x \uff1d \uff17\uff10", "70"),  # all full width
+        ("\U0001d7d5", "7"),  # a bold 7
+        (r"\,70\,", "70"),
+        (r"\ 70\ ", "70"),
+        (r"~70\;", "70"),
+        (r"1\;024", "1024"),
+        (r"1\!024", "1024"),
+        (r"12\,345\,678", "12345678"),
+        (r"1\,24", None),
+        (r"1024\,1024", None),
+        (r"\$70", "70"),
+        (r"$\$70$", "70"),
+        ("`70`", "70"),
+        (r"\color{blue} 70", "70"),
+        (r"{\color{blue}70}", "70"),
+        (r"\textcolor{red}{\mathsf{70}}", "70"),
+        (r"\displaystyle 70", "70"),
+        (r"\bfseries 70", None),
+        ("x >= 70", None),
+        ("x <= 70", None),
+        ("x != 70", None),
+        (r"x \not= 70", None),
+        ("x = 1, x = 70", None),
+        (r"x = 1 \text{ or } x = 70", None),
+        ("x=1;y=70", None),
+        ("m = 21 and n = 70", None),
+        ("f(2, 3) = 70", "70"),
+        ("a = f(2, 3) = 70", "70"),
+        ("x = 1,024 - 954 = 70", "70"),
+        ("since m, n are coprime, m + n = 70", "70"),
+        ("a\x0070", None),
+        ("\ud80070", None),
+    ],
+)
+def test_spaces_and_lists_and_comparisons_are_told_from_integers(text, integer):
+    assert normalize_integer(text) == integer
+
+
 WRAPPERS = st.lists(
     st.sampled_from(
         ["${}$", r"\text{{{}}}", r"\mathrm{{{}}}", r"\textbf{{{}}}", "{{{}}}", r"\color{{red}}{{{}}}", " {} ", "**{}**"]
@@ -187,6 +233,13 @@ def test_a_random_integer_in_random_wrappers_is_graded_right(written, difference
 @given(response=st.text(alphabet="\\boxed{}$answer: \n71,=-*", max_size=60))
 def test_any_text_is_graded_without_an_error(response):
     assert grade_integer("71", response).reward in (0.0, 1.0)
+
+
+@settings(max_examples=200, deadline=None)
+@given(response=st.text(alphabet=st.characters(exclude_categories=()), max_size=40))
+def test_nuls_and_surrogates_and_any_script_are_graded_without_an_error(response):
+    for written in (response, f"Answer: {response}", f"\\boxed{{{response}}}"):
+        assert grade_integer("71", written).reward in (0.0, 1.0)
 
 
 @pytest.mark.parametrize(

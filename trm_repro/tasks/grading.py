@@ -2,7 +2,8 @@ r"""One strict rule for integer answers: the last complete answer marker of a re
 
 A marker is ``\boxed{...}`` or a line ``Answer: ...``. What stands in it, or behind its last equals sign, must be one
 integer, up to wrappers (dollar signs, ``\text{}``, colour, degrees), Unicode forms, leading zeros and thousands
-separators. Text is scanned in linear time and nothing is evaluated: fractions and powers are not worked out.
+separators. A list, a comparison or several equations are no integer. Text is scanned in linear time and nothing is
+evaluated: fractions and powers are not worked out.
 """
 
 import re
@@ -15,13 +16,23 @@ MAX_RESPONSE_CHARACTERS = 1_000_000
 MAX_ANSWER_CHARACTERS = 200
 """A longer marked answer is not an integer of any problem here."""
 
-_BOX_OPENING = re.compile(r"\\boxed *\{")
+_BRACE = re.compile(r"\\boxed *\{|\\.|[{}]", re.DOTALL)  # an escaped brace is matched with its backslash
 _ANSWER_LINE = re.compile(r"\banswer[ \t*_]*[:\uff1a][ \t*_]*\n?([^\n]*)$", re.IGNORECASE | re.MULTILINE)
 _WRAPPER = re.compile(
-    r"^\\(?:text|textbf|mathrm|mathbf|mathit|boxed|fbox|displaystyle|color\s*\{[a-zA-Z]*\})\s*\{(.*)\}$", re.DOTALL
+    r"^\\(?:text|textbf|textit|textrm|mathrm|mathbf|mathit|mathsf|bm|boldsymbol|underline|boxed|fbox"
+    r"|textcolor\s*\{[a-zA-Z]*\})\s*\{(.*)\}$",
+    re.DOTALL,
 )
+_SWITCH = re.compile(r"^\\(?:displaystyle|bf|rm|color\s*\{[a-zA-Z]*\})(?![a-zA-Z])(.*)$", re.DOTALL)
+_THOUSANDS = re.compile(r"(?<=\d)(?:\\[,;: !]|,\\!|\{,\}|~)(?=\d{3}(?!\d))", re.ASCII)
 _INTEGER = re.compile(r"^([+-]?) ?(\d+|\d{1,3}(?:,\d{3})+)$", re.ASCII)
+_SECOND_EQUATION = re.compile(r",(?!\d{3})|;|\b(?:or|and)\b")  # beside an equals sign already read
+_PARENTHESES = re.compile(r"\([^()]*\)")
 _MINUS_SIGNS = str.maketrans({"\u2212": "-", "\u2013": "-", "\ufe63": "-", "\uff0d": "-"})
+_SPACES = ("\\,", "\\;", "\\:", "\\ ", "\\!", "~")
+_UNITS = ("^\\circ", "^{\\circ}", "\\degree", "\u00b0", "\\%", "%")
+_RAISED = ("<super>", "<sub>", "<circle>", "<fraction>")
+"""How Unicode names forms that NFKC would turn into plain digits: 7 with a superscript two is 49, not 72."""
 
 
 def normalize_integer(text: str) -> str | None:
@@ -36,21 +47,21 @@ def normalize_integer(text: str) -> str | None:
     """
     if len(text) > MAX_ANSWER_CHARACTERS:
         return None
-    text = unicodedata.normalize("NFKC", text.translate(_MINUS_SIGNS)).rpartition("=")[2]
+    text = _right_side("".join(map(_plain_form, text.translate(_MINUS_SIGNS))))
     previous = None
     while text != previous:
         previous = text
-        text = text.strip().strip("$").strip().rstrip(".").strip("*_ \t\n")
+        text = text.strip().removeprefix("\\$").strip("$").strip().rstrip(".").strip("*_` \t\n")
         text = text.removeprefix("\\(").removesuffix("\\)").removeprefix("\\[").removesuffix("\\]")
-        for unit in ("^\\circ", "^{\\circ}", "\\degree", "\u00b0", "\\%", "%"):
+        for space in _SPACES:
+            text = text.removeprefix(space).removesuffix(space.rstrip())  # strip() took the blank of "\\ "
+        for unit in _UNITS:
             text = text.removesuffix(unit)
-        for separator in ("\\,", "\\ ", "{,}"):  # between thousands; anywhere else no integer comes out
-            text = text.replace(separator, ",")
-        text = text.replace("\\!", "")
-        if wrapped := _WRAPPER.match(text):
+        if wrapped := _WRAPPER.match(text) or _SWITCH.match(text):
             text = wrapped.group(1)
         elif text.startswith("{") and text.endswith("}"):
             text = text[1:-1]
+    text = _THOUSANDS.sub(",", text)
     matched = _INTEGER.match(text)
     if matched is None:
         return None
@@ -119,23 +130,34 @@ def _closed_boxes(text: str) -> list[tuple[int, int, int]]:
     """List the boxes whose braces close: start of the command, start of the content, end of the content."""
     closed: list[tuple[int, int, int]] = []
     open_boxes: list[tuple[int, int, int]] = []  # start of the command, start of the content, depth outside
-    depth, position = 0, 0
-    while position < len(text):
-        character = text[position]
-        if matched := _BOX_OPENING.match(text, position):
-            open_boxes.append((position, matched.end(), depth))
-            depth += 1
-            position = matched.end()
-            continue
-        if character == "\\":
-            position += 2  # an escaped brace is not a brace
-            continue
-        if character == "{":
-            depth += 1
-        elif character == "}":
+    depth = 0
+    for brace in _BRACE.finditer(text):
+        token = brace.group()
+        if token == "}":
             depth -= 1
             if open_boxes and open_boxes[-1][2] == depth:
                 start, inner, _ = open_boxes.pop()
-                closed.append((start, inner, position))
-        position += 1
+                closed.append((start, inner, brace.start()))
+        elif token[-1] == "{" and token != "\\{":
+            if token != "{":
+                open_boxes.append((brace.start(), brace.end(), depth))
+            depth += 1
     return closed
+
+
+def _plain_form(character: str) -> str:
+    """Write a full-width or bold character plainly; leave one whose place or frame means something."""
+    if unicodedata.decomposition(character).startswith(_RAISED):
+        return character
+    return unicodedata.normalize("NFKC", character)
+
+
+def _right_side(text: str) -> str:
+    """Take what stands behind the last equals sign of one chain of equalities; nothing of a list or a comparison."""
+    left, equals, right = text.rpartition("=")
+    if not equals:
+        return text
+    _, earlier_equals, rest = _PARENTHESES.sub("", left).partition("=")
+    if left.rstrip().endswith(("<", ">", "!", "\\not")) or (earlier_equals and _SECOND_EQUATION.search(rest)):
+        return ""
+    return right
