@@ -4,12 +4,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-import numpy as np
 import pandas as pd
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
 from evaluation.outcomes import GAP, SCORE
+from evaluation.statistics import mean_interval
 
 COLOURS = {
     "token_is": "#56B4E9",
@@ -130,24 +130,6 @@ def _draw_arm(axes: Axes, points: pd.DataFrame, arm: str) -> None:
     low, high = mean_interval(table.to_numpy())
     axes.plot(table.index, table.mean(axis=1), color=colour, label=f"{arm}, mean of {table.shape[1]} seeds")
     axes.fill_between(table.index, low, high, color=colour, alpha=0.2, linewidth=0)
-
-
-def mean_interval(values: np.ndarray, *, num_resamples: int = 2000, seed: int = 0) -> tuple[np.ndarray, np.ndarray]:
-    """Bootstrap a 95% interval of the mean over seeds, at each step.
-
-    Args:
-        values: ``[steps, seeds]``.
-        num_resamples: resamples of the seeds.
-        seed: seed of the resampling.
-
-    Returns:
-        Lower and upper ends, ``[steps]`` each.
-    """
-    rng = np.random.default_rng(seed)
-    chosen = rng.integers(0, values.shape[1], size=(num_resamples, values.shape[1]))  # [resamples, seeds]
-    means = values[:, chosen].mean(axis=-1)  # [steps, resamples]
-    low, high = np.quantile(means, [0.025, 0.975], axis=1)
-    return low, high
 
 
 def arm_order(arms: Sequence[str]) -> list[str]:

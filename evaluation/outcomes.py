@@ -1,9 +1,9 @@
-"""What each run did, and in how many seeds the paper's figures show. Pure: a frame of points in, rows out.
+"""What each run did. Pure: a frame of points in, one outcome a run out; evaluation/claims.py compares them.
 
 A frame of points has the columns arm, seed, run_id, metric, step, value.
 """
 
-from collections.abc import Callable
+import math
 from dataclasses import dataclass
 
 import pandas as pd
@@ -11,6 +11,7 @@ import pandas as pd
 SCORE = "score/greedy"
 GAP = "divergence/ppl_gap"
 ACCEPTANCE = "mask/kept_sequence_fraction"
+NUM_REFUTING = "bounds/num_refuting_sequences"
 REPORTED_METRICS = (
     SCORE,
     "score/avg_at_k",
@@ -31,7 +32,7 @@ REPORTED_METRICS = (
     "bounds/unified_sharp",
     "bounds/trivial",
     "bounds/surrogate",
-    "bounds/num_refuting_sequences",
+    NUM_REFUTING,
     "confusion/max_wrongly_accepted_fraction",
     "confusion/max_wrongly_rejected_fraction",
     "confusion/avg_wrongly_accepted_fraction",
@@ -64,8 +65,11 @@ class RunOutcome:
         start_score: score before the first step, in [0, 1].
         final_score: score at the last evaluation.
         best_score: largest score.
-        final_gap: median perplexity gap over the last quarter of its steps, nats per token.
+        first_gap: median perplexity gap over the first quarter of its steps, nats per token.
+        final_gap: the same over the last quarter.
         acceptance: mean kept fraction over all steps.
+        refuted_fraction: share of its steps with a token whose exact KL is above TRM-Max's threshold, among steps in
+            which exact KL was computed; NaN where there is none.
     """
 
     arm: str
@@ -75,8 +79,10 @@ class RunOutcome:
     start_score: float
     final_score: float
     best_score: float
+    first_gap: float
     final_gap: float
     acceptance: float
+    refuted_fraction: float
 
     @property
     def verdict(self) -> str:
@@ -86,6 +92,21 @@ class RunOutcome:
         if self.final_score < self.start_score - IMPROVED_BY:
             return "fell"
         return "improved" if self.final_score > self.start_score + IMPROVED_BY else "level"
+
+    @property
+    def rise(self) -> float:
+        """Final score minus the score before the first step."""
+        return self.final_score - self.start_score
+
+    @property
+    def log_gap(self) -> float:
+        """log10 of the final gap, as on the axis of the paper's figures; NaN where it is 0."""
+        return _log10(self.final_gap)
+
+    @property
+    def gap_growth(self) -> float:
+        """log10 of the final gap over the first one: 1 is ten times as large; NaN where one is 0."""
+        return _log10(self.final_gap) - _log10(self.first_gap)
 
 
 def run_outcomes(points: pd.DataFrame) -> list[RunOutcome]:
@@ -103,109 +124,25 @@ def run_outcomes(points: pd.DataFrame) -> list[RunOutcome]:
         gaps = run[run.metric == GAP].sort_values("step")
         if scores.empty or gaps.empty:
             continue
-        last_quarter = gaps[gaps.step > 0.75 * gaps.step.max()]
+        num_steps = int(gaps.step.max())
+        refuting = run[run.metric == NUM_REFUTING].value.dropna()
         outcomes.append(
             RunOutcome(
                 arm=str(run.arm.iloc[0]),
                 seed=int(run.seed.iloc[0]),
                 run_id=str(run_id),
-                num_steps=int(gaps.step.max()),
+                num_steps=num_steps,
                 start_score=float(scores.value.iloc[0]),
                 final_score=float(scores.value.iloc[-1]),
                 best_score=float(scores.value.max()),
-                final_gap=float(last_quarter.value.median()),
+                first_gap=float(gaps[gaps.step <= max(1.0, 0.25 * num_steps)].value.median()),
+                final_gap=float(gaps[gaps.step > 0.75 * num_steps].value.median()),
                 acceptance=float(run[run.metric == ACCEPTANCE].value.mean()),
+                refuted_fraction=float((refuting > 0).mean()) if len(refuting) else math.nan,
             )
         )
     return outcomes
 
 
-Arms = dict[str, RunOutcome]
-
-
-@dataclass(frozen=True, kw_only=True)
-class Showing:
-    """One thing a figure of the paper shows, as a question about the runs of one seed.
-
-    Attributes:
-        figure: the paper's figure, or ours.
-        statement: what it says.
-        arms: the arms it needs.
-        holds: whether the runs of one seed show it.
-    """
-
-    figure: str
-    statement: str
-    arms: tuple[str, ...]
-    holds: Callable[[Arms], bool]
-
-
-SHOWINGS = (
-    Showing(
-        figure="Figure 1",
-        statement="PPO clipping ends with a larger gap and a lower score than token-level importance sampling",
-        arms=("token_is", "ppo_clip"),
-        holds=lambda a: (
-            a["ppo_clip"].final_gap > a["token_is"].final_gap and a["ppo_clip"].final_score < a["token_is"].final_score
-        ),
-    ),
-    Showing(
-        figure="Figure 2",
-        statement="TRM-Avg 0.001 improves and ends with a smaller gap and a higher score than PPO clipping",
-        arms=("ppo_clip", "trm_avg_0.001"),
-        holds=lambda a: _improves_and_beats(a["trm_avg_0.001"], a["ppo_clip"]),
-    ),
-    Showing(
-        figure="Figure 2",
-        statement="TRM-Max 0.05 improves and ends with a smaller gap and a higher score than PPO clipping",
-        arms=("ppo_clip", "trm_max_0.05"),
-        holds=lambda a: _improves_and_beats(a["trm_max_0.05"], a["ppo_clip"]),
-    ),
-    Showing(
-        figure="Figure 3",
-        statement="TRM-Max 0.1 alone fails: it does not end above its start",
-        arms=("trm_max_0.1",),
-        holds=lambda a: a["trm_max_0.1"].verdict != "improved",
-    ),
-    Showing(
-        figure="Figure 3",
-        statement="TRM-Avg 0.002 alone fails: it does not end above its start",
-        arms=("trm_avg_0.002",),
-        holds=lambda a: a["trm_avg_0.002"].verdict != "improved",
-    ),
-    Showing(
-        figure="Figure 3",
-        statement="TRM-Max 0.1 and TRM-Avg 0.002 together improve",
-        arms=("trm_max_0.1_avg_0.002",),
-        holds=lambda a: a["trm_max_0.1_avg_0.002"].verdict == "improved",
-    ),
-    Showing(
-        figure="Control (ours)",
-        statement="TRM-Avg 0.001 ends above random rejection of as many sequences",
-        arms=("trm_avg_0.001", "random_as_trm_avg_0.001"),
-        holds=lambda a: a["trm_avg_0.001"].final_score > a["random_as_trm_avg_0.001"].final_score + IMPROVED_BY,
-    ),
-)
-
-
-def count_showings(outcomes: list[RunOutcome]) -> list[tuple[Showing, int, int]]:
-    """Count the seeds in which each thing shows.
-
-    Args:
-        outcomes: of all runs.
-
-    Returns:
-        (showing, seeds in which it shows, seeds that have all its arms).
-    """
-    by_seed: dict[int, Arms] = {}
-    for outcome in outcomes:
-        by_seed.setdefault(outcome.seed, {})[outcome.arm] = outcome
-    counts = []
-    for showing in SHOWINGS:
-        complete = [arms for arms in by_seed.values() if all(arm in arms for arm in showing.arms)]
-        counts.append((showing, sum(showing.holds(arms) for arms in complete), len(complete)))
-    return counts
-
-
-def _improves_and_beats(arm: RunOutcome, other: RunOutcome) -> bool:
-    return arm.verdict == "improved" and arm.final_gap < other.final_gap and arm.final_score > other.final_score
+def _log10(value: float) -> float:
+    return math.log10(value) if value > 0 else math.nan

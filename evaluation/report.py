@@ -1,15 +1,24 @@
-"""The report as Markdown: what was run, what came out, what showed and what did not."""
+"""The report as Markdown: what was run, what came out, which claims hold and which do not."""
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import pandas as pd
 
+from evaluation.claims import ENOUGH_SEEDS, ClaimRow, claims_table
 from evaluation.figures import FIGURES, arm_order
-from evaluation.outcomes import RunOutcome, count_showings
+from evaluation.outcomes import RunOutcome, run_outcomes
 
 SCORE_NAME = "held-out score (greedy pass rate)"
-ENOUGH_SEEDS = 5
+CLAIMS_NOTE = (
+    "Effects are means over seeds with a bootstrap interval (percentile, whole seeds), or with the smallest and the "
+    f"largest seed (range) where there are fewer than {ENOUGH_SEEDS} or one has no value. Percentile intervals of few "
+    "seeds are too short, so that a part holds only where its whole interval is on the claimed side and the one-sided "
+    "sign-flip test over seeds is significant. A claim is reproduced where all its parts hold, not reproduced where "
+    f"one fails, and always inconclusive below {ENOUGH_SEEDS} seeds. p is the largest of its parts'; in brackets it is "
+    "corrected for the number of claims tested (Holm): five seeds get no p below 1/32, so holding after the correction "
+    "takes more. Reproduced means here, at these settings and this scale."
+)
 STAGES = ("sync", "rollout", "mask", "update", "evaluate", "record")
 
 
@@ -35,18 +44,9 @@ def summary_table(outcomes: Sequence[RunOutcome]) -> str:
     return "\n".join(lines)
 
 
-def showings_table(outcomes: list[RunOutcome]) -> str:
-    """Say for each thing the paper's figures show in how many seeds it showed here."""
-    lines = ["| | what the figure shows | here |", "|---|---|---|"]
-    for showing, num_holding, num_seeds in count_showings(outcomes):
-        result = f"in {num_holding} of {num_seeds} seeds" if num_seeds else "not run"
-        lines.append(f"| {showing.figure} | {showing.statement} | {result} |")
-    return "\n".join(lines)
-
-
 def render_report(
     points: pd.DataFrame,
-    outcomes: list[RunOutcome],
+    claims: Sequence[ClaimRow],
     figures: Sequence[Path],
     *,
     name: str,
@@ -58,7 +58,7 @@ def render_report(
 
     Args:
         points: frame of points.
-        outcomes: of all runs.
+        claims: from `evaluate_claims`.
         figures: files of the figures, in the report's folder or below it.
         name: of the experiment.
         settings: the settings that matter, by dotted key.
@@ -68,12 +68,15 @@ def render_report(
     Returns:
         Markdown.
     """
+    outcomes = run_outcomes(points)
     num_seeds = len({outcome.seed for outcome in outcomes})
     parts = [
         f"# {name}: PPO clipping against Trust Region Masking",
-        "Every number below is read from MLflow and comes from runs of this experiment.",
-        "## What showed and what did not",
-        showings_table(outcomes),
+        "Every number below is read from MLflow and comes from runs of this experiment, but for those marked exact, "
+        "which are computed, and rejection against length, which is sampled by itself.",
+        "## Claims",
+        claims_table(claims),
+        CLAIMS_NOTE,
         _caution(num_seeds),
         "## Runs",
         summary_table(outcomes),

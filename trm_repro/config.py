@@ -27,10 +27,13 @@ from trm_repro.config_sections import (
     WarmStartConfig,
     require,
     require_at_least,
+    require_plain_name,
 )
 from trm_repro.errors import InputError
 
 LEAST_TOP_FOR_AVERAGE = 1024
+MAX_MESSAGE = 300  # characters of a library's message that are repeated
+MAX_THREADS = 1024
 CONF_DIR = Path(__file__).resolve().parents[1] / "conf"
 
 
@@ -93,8 +96,9 @@ class OutputConfig:
 
     def __post_init__(self) -> None:
         """Check ranges."""
-        require(self.dir != "", "output.dir", "not empty", self.dir)
-        require(self.warm_start_dir != "", "output.warm_start_dir", "not empty", self.warm_start_dir)
+        for name in ("dir", "warm_start_dir"):
+            path = getattr(self, name)
+            require(path.strip() != "" and path.isprintable(), f"output.{name}", "a path of printable text", path)
         require_at_least("output", 1, keep_shards_every=self.keep_shards_every)
 
 
@@ -142,10 +146,18 @@ class RunConfig:
         """Check ranges and what sections demand of one another."""
         require(self.seed >= 0, "seed", ">= 0", self.seed)
         require(self.num_steps >= 1, "num_steps", ">= 1", self.num_steps)
-        require(self.num_threads >= 1, "num_threads", ">= 1", self.num_threads)
+        require(1 <= self.num_threads <= MAX_THREADS, "num_threads", f"between 1 and {MAX_THREADS}", self.num_threads)
         for key, value in (("arm", self.arm), ("name", self.name)):
-            plain = value[:1].isalnum() and all(c.isalnum() or c in "._-" for c in value) and value.isascii()
-            require(plain, key, "letters, digits, dots, dashes and underscores, the first a letter or digit", value)
+            require_plain_name(key, value)
+        longest = self.rollout.max_prompt_tokens + max(
+            self.rollout.max_response_tokens, self.evaluation.max_response_tokens
+        )
+        require(
+            self.policy.path is not None or longest <= self.policy.max_position_embeddings,
+            "policy.max_position_embeddings",
+            f">= {longest}, the longest prompt and response together",
+            self.policy.max_position_embeddings,
+        )
         num_sequences = self.rollout.num_prompts * self.rollout.group_size
         require(
             num_sequences % self.update.num_updates_per_rollout == 0,
@@ -195,8 +207,9 @@ def load_config(files: Sequence[str | Path] = (), overrides: Sequence[str] = ())
         merged = _merge(merged, parsed, source="command line")
     try:
         config = OmegaConf.to_object(merged)
-    except (OmegaConfBaseException, ValueError) as error:
-        raise InputError(_first_line(error)) from None
+    except (OmegaConfBaseException, ValueError, TypeError) as error:
+        named = getattr(error, "full_key", "") or ""
+        raise InputError(f"{named}: {_first_line(error)}" if named else _first_line(error)) from None
     assert isinstance(config, RunConfig)
     return config
 
@@ -242,14 +255,19 @@ def _read_yaml(path: Path) -> DictConfig:
         text = path.read_text(encoding="utf-8")
     except FileNotFoundError:
         raise InputError(f"{path}: no such configuration file") from None
-    except (OSError, UnicodeDecodeError) as error:
-        raise InputError(f"{path}: cannot be read as UTF-8 text ({error})") from None
+    except (OSError, ValueError) as error:
+        raise InputError(f"{str(path)!r}: cannot be read as UTF-8 text ({error})") from None
     try:
         loaded = OmegaConf.create(text)
-    except (yaml.YAMLError, OmegaConfBaseException, ValueError) as error:
+    except AssertionError:  # a file that holds one bare value
+        loaded = None
+    except yaml.MarkedYAMLError as error:
+        line = "" if error.problem_mark is None else f" in line {error.problem_mark.line + 1}"
+        raise InputError(f"{path}: not valid YAML{line} ({error.problem or error.context})") from None
+    except (yaml.YAMLError, OmegaConfBaseException, ValueError, TypeError, RecursionError) as error:
         raise InputError(f"{path}: not valid YAML ({_first_line(error)})") from None
     if not isinstance(loaded, DictConfig):
-        raise InputError(f"{path}: expected a mapping of keys to values, got a list")
+        raise InputError(f"{path}: expected a mapping of keys to values, such as num_steps: 10")
     return loaded
 
 
@@ -259,16 +277,30 @@ def _merge(base: DictConfig, update: DictConfig, source: str) -> DictConfig:
     for section in base:
         if isinstance(base[section], DictConfig) and not isinstance(update.get(section, base[section]), DictConfig):
             raise InputError(f"{source}: {section} is a section with keys of its own, got {update[section]!r}")
+    for key, value in flat_items(update):
+        if isinstance(value, str) and value == "???":
+            raise InputError(f"{source}: {key}=??? is no value")
     try:
         merged = OmegaConf.merge(base, update)
     except ConfigKeyError as error:
         key = str(error.full_key)
         raise InputError(f"{source}: unknown key {key!r}{_suggestion(key, _all_keys(base))}") from None
-    except (OmegaConfBaseException, ValueError) as error:
-        key = getattr(error, "full_key", "")
-        raise InputError(f"{source}: {key + ': ' if key else ''}{_first_line(error)}") from None
+    except (OmegaConfBaseException, ValueError, TypeError) as error:
+        named = getattr(error, "full_key", "") or ", ".join(key for key, _ in flat_items(update))
+        raise InputError(f"{source}: {named}: {_first_line(error)}") from None
     assert isinstance(merged, DictConfig)
     return merged
+
+
+def flat_items(config: DictConfig, prefix: str = "") -> list[tuple[str, object]]:
+    """List the leaves of a configuration under dotted keys; a list is one leaf."""
+    items: list[tuple[str, object]] = []
+    for key, value in OmegaConf.to_container(config, throw_on_missing=False).items():
+        if isinstance(value, dict):
+            items += flat_items(OmegaConf.create(value), f"{prefix}{key}.")
+        else:
+            items.append((f"{prefix}{key}", value))
+    return items
 
 
 def _all_keys(config: DictConfig, prefix: str = "") -> list[str]:
@@ -288,4 +320,7 @@ def _suggestion(name: str, known: Sequence[str]) -> str:
 
 
 def _first_line(error: Exception) -> str:
-    return (str(error).splitlines() or [type(error).__name__])[0]
+    line = (str(error).splitlines() or [type(error).__name__])[0]
+    if "$VALUE" in line:  # a message the library did not fill in
+        line = "a value has the wrong type"
+    return line if len(line) <= MAX_MESSAGE else f"{line[:MAX_MESSAGE]}..."

@@ -4,7 +4,6 @@ Every field has a default and a one-line meaning under it; ranges are checked in
 Imports the standard library only; `trm_repro.config` joins the sections and loads files.
 """
 
-import math
 from dataclasses import dataclass
 from typing import Literal
 
@@ -15,28 +14,41 @@ MeanEstimator = Literal["exact", "k3"]
 LossName = Literal["token_is", "ppo_clip"]
 
 
+LARGEST_SETTING = 1e13  # more bytes, tokens or steps than any machine has
+
+
 def require(condition: bool, key: str, wanted: str, got: object) -> None:
     """Raise ValueError naming the key, what it must be and what it was, unless the condition holds."""
     if not condition:
-        raise ValueError(f"{key} must be {wanted}, got {got!r}")
+        shown = repr(got)
+        raise ValueError(f"{key} must be {wanted}, got {shown if len(shown) <= 100 else shown[:100] + '...'}")
 
 
 def require_positive(section: str, **values: float) -> None:
-    """Check that values are finite and above 0."""
+    """Check that values are above 0, and neither smaller nor larger than any real setting."""
     for name, value in values.items():
-        require(value > 0 and math.isfinite(value), f"{section}.{name}", "> 0 and finite", value)
+        is_in_range = 1 / LARGEST_SETTING <= value <= LARGEST_SETTING
+        require(is_in_range, f"{section}.{name}", f"> 0 and at most {LARGEST_SETTING:g}", value)
 
 
 def require_at_least(section: str, minimum: float, **values: float) -> None:
-    """Check that values are finite and not below a minimum."""
+    """Check that values are not below a minimum, nor larger than any real setting."""
     for name, value in values.items():
-        require(value >= minimum and math.isfinite(value), f"{section}.{name}", f">= {minimum:g} and finite", value)
+        is_in_range = minimum <= value <= LARGEST_SETTING
+        require(is_in_range, f"{section}.{name}", f">= {minimum:g} and at most {LARGEST_SETTING:g}", value)
 
 
 def require_fraction(section: str, **values: float) -> None:
     """Check that values lie in (0, 1]."""
     for name, value in values.items():
         require(0 < value <= 1, f"{section}.{name}", "in (0, 1]", value)
+
+
+def require_plain_name(key: str, name: str) -> None:
+    """Check that a name can be a file's name: letters, digits, dots, dashes and underscores."""
+    is_plain = name[:1].isalnum() and all(c.isalnum() or c in "._-" for c in name) and name.isascii()
+    wanted = "letters, digits, dots, dashes and underscores, the first a letter or digit, 100 at most"
+    require(is_plain and len(name) <= 100, key, wanted, name)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -115,6 +127,9 @@ class PolicyConfig:
             self.num_attention_heads,
         )
         require(self.path != "", "policy.path", "null or not empty", self.path)
+        require(self.head_dim % 2 == 0, "policy.head_dim", "even (rotary embeddings turn pairs)", self.head_dim)
+        for name in ("hidden_size", "intermediate_size", "moe_intermediate_size", "max_position_embeddings"):
+            require(getattr(self, name) <= 2**20, f"policy.{name}", "at most 1048576", getattr(self, name))
         if self.vocab_size is not None:
             require_at_least("policy", 1, vocab_size=self.vocab_size)
 
@@ -196,6 +211,7 @@ class RolloutConfig:
     def __post_init__(self) -> None:
         """Check ranges."""
         require_at_least("rollout", 0, staleness_steps=self.staleness_steps)
+        require(self.staleness_steps <= 10_000, "rollout.staleness_steps", "at most 10000", self.staleness_steps)
         counts = ["num_prompts", "max_prompt_tokens", "max_response_tokens", "kv_cache_bytes"]
         counts += ["max_concurrent_sequences", "probe_contexts", "num_top_logprobs"]
         require_at_least("rollout", 1, **{name: getattr(self, name) for name in counts})
@@ -245,6 +261,8 @@ class MaskConfig:
         for name in ("max_threshold", "avg_threshold", "ln_trm_threshold", "ln_trm_delta", "ser_threshold"):
             value = getattr(self, name)
             require(value > 0, f"mask.{name}", "> 0", value)
+        if self.reference_arm is not None:
+            require_plain_name("mask.reference_arm", self.reference_arm)
         needs_reference = self.criterion == "random"
         require(
             needs_reference == (self.reference_arm is not None),

@@ -1,11 +1,9 @@
 import math
-from dataclasses import replace
 
 import pandas as pd
 import pytest
 
-from evaluation.outcomes import ACCEPTANCE, GAP, SCORE, SHOWINGS, RunOutcome, count_showings, run_outcomes
-from trm_repro.config import arm_names
+from evaluation.outcomes import ACCEPTANCE, GAP, NUM_REFUTING, SCORE, RunOutcome, run_outcomes
 
 
 def rows(metric, values, *, arm="ppo_clip", seed=1, run_id="r1", first_step=1):
@@ -15,7 +13,7 @@ def rows(metric, values, *, arm="ppo_clip", seed=1, run_id="r1", first_step=1):
     ]
 
 
-def outcome(arm="ppo_clip", *, seed=1, start=0.4, final=0.4, gap=0.01):
+def outcome(arm="ppo_clip", *, seed=1, start=0.4, final=0.4, first_gap=0.01, gap=0.01):
     return RunOutcome(
         arm=arm,
         seed=seed,
@@ -24,8 +22,10 @@ def outcome(arm="ppo_clip", *, seed=1, start=0.4, final=0.4, gap=0.01):
         start_score=start,
         final_score=final,
         best_score=max(start, final),
+        first_gap=first_gap,
         final_gap=gap,
         acceptance=1.0,
+        refuted_fraction=0.0,
     )
 
 
@@ -55,14 +55,35 @@ def test_a_run_is_summarised_by_hand():
         rows(SCORE, [0.4], first_step=0)
         + rows(SCORE, [0.9], first_step=4)
         + rows(SCORE, [0.7], first_step=8)
-        + rows(GAP, [9.0, 9.0, 9.0, 9.0, 9.0, 9.0, 0.1, 0.3])
+        + rows(GAP, [0.5, 0.7, 9.0, 9.0, 9.0, 9.0, 0.1, 0.3])
         + rows(ACCEPTANCE, [1.0, 0.5, 0.0, 0.5, 0.5, 0.5, 0.5, 0.5])
+        + rows(NUM_REFUTING, [0.0, 3.0, 1.0, 0.0])
     )
     (result,) = run_outcomes(points.sample(frac=1.0, random_state=0))  # whatever order the points come in
     assert (result.arm, result.seed, result.run_id, result.num_steps) == ("ppo_clip", 1, "r1", 8)
     assert (result.start_score, result.final_score, result.best_score) == (0.4, 0.7, 0.9)
+    assert result.first_gap == pytest.approx(0.6)  # median of steps 1 and 2, the first quarter
     assert result.final_gap == pytest.approx(0.2)  # median of steps 7 and 8, the last quarter
     assert result.acceptance == 0.5
+    assert result.refuted_fraction == 0.5  # two of the four steps in which it was counted
+    assert result.rise == pytest.approx(0.3)
+    assert result.log_gap == pytest.approx(math.log10(0.2))
+    assert result.gap_growth == pytest.approx(math.log10(0.2 / 0.6))
+
+
+def test_a_run_without_exact_divergences_has_no_refuted_fraction():
+    points = pd.DataFrame(rows(SCORE, [0.4], first_step=0) + rows(GAP, [0.1]))
+    assert math.isnan(run_outcomes(points)[0].refuted_fraction)
+
+
+def test_a_run_of_one_step_has_a_first_gap():
+    points = pd.DataFrame(rows(SCORE, [0.4], first_step=0) + rows(GAP, [0.1]))
+    assert run_outcomes(points)[0].gap_growth == 0.0
+
+
+@pytest.mark.parametrize(("first", "last"), [(0.0, 0.1), (0.1, 0.0), (math.nan, 0.1)])
+def test_a_gap_of_zero_or_none_has_no_growth(first, last):
+    assert math.isnan(outcome(first_gap=first, gap=last).gap_growth)
 
 
 def test_one_wild_step_does_not_make_the_final_gap():
@@ -83,76 +104,3 @@ def test_runs_come_in_the_order_in_which_they_appear_and_unfinished_ones_are_lef
         ("trm_avg_0.001", 2, "b"),
         ("ppo_clip", 1, "a"),
     ]
-
-
-def showing_counts(outcomes):
-    return {showing.statement: (holding, seeds) for showing, holding, seeds in count_showings(outcomes)}
-
-
-def count_of(outcomes, words):
-    (count,) = [count for statement, count in showing_counts(outcomes).items() if words in statement]
-    return count
-
-
-def test_nothing_shows_where_nothing_was_run():
-    assert set(showing_counts([]).values()) == {(0, 0)}
-
-
-def test_seeds_count_only_where_all_arms_of_a_showing_were_run():
-    outcomes = [
-        outcome("ppo_clip", seed=1, gap=0.2, final=0.1),
-        outcome("token_is", seed=1, gap=0.1, final=0.2),  # shows
-        outcome("ppo_clip", seed=2, gap=0.1, final=0.1),
-        outcome("token_is", seed=2, gap=0.2, final=0.2),  # the gap is the other way round
-        outcome("ppo_clip", seed=3, gap=0.2, final=0.3),
-        outcome("token_is", seed=3, gap=0.1, final=0.2),  # the score is
-        outcome("ppo_clip", seed=4),  # token_is was not run
-    ]
-    assert count_of(outcomes, "PPO clipping ends with a larger gap") == (1, 3)
-
-
-@pytest.mark.parametrize(
-    ("arm", "words"), [("trm_avg_0.001", "TRM-Avg 0.001 imp"), ("trm_max_0.05", "TRM-Max 0.05 imp")]
-)
-@pytest.mark.parametrize(
-    ("final", "gap", "holds"),
-    [(0.6, 0.05, 1), (0.44, 0.05, 0), (0.6, 0.2, 0), (0.6, 0.1, 0)],
-    ids=["all three", "did not improve", "larger gap", "equal gap"],
-)
-def test_figure_2_shows_when_an_arm_improves_with_smaller_gap_and_higher_score(arm, words, final, gap, holds):
-    outcomes = [outcome("ppo_clip", gap=0.1, final=0.3), outcome(arm, final=final, gap=gap)]
-    assert count_of(outcomes, words) == (holds, 1)
-
-
-def test_figure_2_does_not_show_when_ppo_clipping_scores_higher_still():
-    outcomes = [outcome("ppo_clip", gap=0.1, final=0.7), outcome("trm_avg_0.001", final=0.6, gap=0.05)]
-    assert count_of(outcomes, "TRM-Avg 0.001 improves") == (0, 1)
-
-
-@pytest.mark.parametrize(("final", "alone", "together"), [(0.46, 0, 1), (0.45, 1, 0), (0.36, 1, 0), (0.1, 1, 0)])
-def test_figure_3_shows_when_single_criteria_do_not_improve_and_both_together_do(final, alone, together):
-    arms = [outcome(arm, final=final) for arm in ("trm_max_0.1", "trm_avg_0.002", "trm_max_0.1_avg_0.002")]
-    assert count_of(arms, "TRM-Max 0.1 alone") == (alone, 1)
-    assert count_of(arms, "TRM-Avg 0.002 alone") == (alone, 1)
-    assert count_of(arms, "together") == (together, 1)
-
-
-@pytest.mark.parametrize(("control", "holds"), [(0.54, 1), (0.56, 0)])
-def test_the_control_shows_when_the_criterion_beats_chance_clearly(control, holds):
-    outcomes = [outcome("trm_avg_0.001", final=0.6), outcome("random_as_trm_avg_0.001", final=control)]
-    assert count_of(outcomes, "random rejection") == (holds, 1)
-
-
-def test_a_gap_that_is_not_a_number_shows_nothing():
-    outcomes = [outcome("ppo_clip", final=0.1, gap=math.nan), outcome("trm_avg_0.001", final=0.9)]
-    assert count_of(outcomes, "TRM-Avg 0.001 improves") == (0, 1)
-
-
-def test_showings_add_up_over_seeds():
-    pair = [outcome("trm_avg_0.001", final=0.9), outcome("random_as_trm_avg_0.001", final=0.1)]
-    outcomes = [replace(run, seed=seed) for seed in range(6) for run in pair]
-    assert count_of(outcomes, "random rejection") == (6, 6)
-
-
-def test_every_arm_of_a_showing_is_one_that_can_be_run():
-    assert {arm for showing in SHOWINGS for arm in showing.arms} <= set(arm_names())

@@ -3,9 +3,10 @@ from pathlib import Path
 import pandas as pd
 import pytest
 
+from evaluation.claims import ClaimThresholds, claims_table, evaluate_claims
 from evaluation.figures import FIGURES
-from evaluation.outcomes import GAP, SCORE, SHOWINGS, RunOutcome
-from evaluation.report import render_report, showings_table, summary_table
+from evaluation.outcomes import ACCEPTANCE, GAP, SCORE, RunOutcome
+from evaluation.report import render_report, summary_table
 
 
 def outcome(arm, *, seed=1, final=0.6, gap=0.012):
@@ -17,8 +18,10 @@ def outcome(arm, *, seed=1, final=0.6, gap=0.012):
         start_score=0.4,
         final_score=final,
         best_score=0.75,
+        first_gap=gap,
         final_gap=gap,
         acceptance=0.42,
+        refuted_fraction=0.0,
     )
 
 
@@ -34,6 +37,7 @@ POINTS = pd.DataFrame(
         point("divergence/kl_max", 0.07),
         point("router/agreement_fraction", 0.998),
         point(SCORE, 0.4, step=0),
+        point(ACCEPTANCE, 1.0),
         point("time/rollout_seconds", 1.0),
         point("time/rollout_seconds", 2.0, step=2),
         point("time/update_seconds", 0.5),
@@ -47,10 +51,27 @@ POINTS = pd.DataFrame(
 )
 
 
-def render(outcomes, *, points=POINTS, figures=()):
+NO_RUNS = pd.DataFrame(columns=["arm", "seed", "run_id", "metric", "step", "value"])
+CLAIMS = evaluate_claims(NO_RUNS, ClaimThresholds(num_random_pairs=1))
+
+
+def points_of(outcomes):
+    """The points that such runs leave: scores at the start and the end, the gap at the end."""
+    rows = []
+    for run in outcomes:
+        identity = {"arm": run.arm, "seed": run.seed}
+        rows += [
+            point(SCORE, run.start_score, step=0, **identity),
+            point(SCORE, run.final_score, step=run.num_steps, **identity),
+            point(GAP, run.final_gap, step=run.num_steps, **identity),
+        ]
+    return pd.DataFrame(rows)
+
+
+def render(outcomes=(), *, points=POINTS, figures=(), claims=CLAIMS):
     return render_report(
-        points,
-        outcomes,
+        pd.concat([points, points_of(outcomes)]) if outcomes else points,
+        claims,
         figures,
         name="miniature",
         settings={"update.learning_rate": 0.5},
@@ -84,21 +105,10 @@ def test_tables_have_as_many_cells_in_every_line():
             table = []
 
 
-def test_what_was_not_run_is_said_to_be_not_run():
-    table = showings_table([])
-    assert table.count("| not run |") == len(SHOWINGS)
-    assert "0 of 0" not in table
-
-
-def test_what_showed_is_counted_in_seeds():
-    runs = [
-        outcome(arm, seed=seed, final=final)
-        for seed, criterion, control in ((1, 0.7, 0.1), (2, 0.7, 0.7), (3, 0.7, 0.2))
-        for arm, final in (("trm_avg_0.001", criterion), ("random_as_trm_avg_0.001", control))
-    ]
-    table = showings_table(runs)
-    assert line_with(table, "random rejection").endswith("| in 2 of 3 seeds |")
-    assert line_with(table, "TRM-Avg 0.001 improves").endswith("| not run |")  # there was no ppo_clip
+def test_the_report_has_the_claims_with_the_rule_that_decides_them():
+    text = render()
+    assert f"## Claims\n\n{claims_table(CLAIMS)}\n\nEffects are means" in text
+    assert "always inconclusive below 5 seeds" in text
 
 
 @pytest.mark.parametrize(("num_seeds", "is_few"), [(2, True), (4, True), (5, False)])
@@ -108,13 +118,13 @@ def test_fewer_than_five_seeds_are_called_an_indication(num_seeds, is_few):
 
 
 def test_the_engines_gap_is_that_of_the_first_step_over_runs():
-    text = render([outcome("ppo_clip")])
+    text = render()
     assert line_with(text, "PPL gap in the first step").endswith(": 1.0e-03 to 2.0e-03 over 2 runs")
     assert line_with(text, "largest token KL").endswith(": 7.0e-02 to 7.0e-02 over 1 runs")
 
 
 def test_stages_are_reported_in_seconds_and_as_shares_of_a_step():
-    text = render([outcome("ppo_clip")])
+    text = render()
     assert "| rollout | 1.500 | 50% |" in text
     assert "| update | 0.500 | 17% |" in text
     assert "| whole step | 3.000 | |" in text
@@ -128,14 +138,14 @@ def test_acceptance_by_length_and_correctness_is_a_mean_with_its_range():
 
 def test_figures_are_shown_with_their_titles_and_relative_paths():
     folder = Path("/somewhere/report/figures")
-    text = render([outcome("ppo_clip")], figures=[folder / f"figure_1.{suffix}" for suffix in ("png", "pdf", "csv")])
+    text = render(figures=[folder / f"figure_1.{suffix}" for suffix in ("png", "pdf", "csv")])
     assert f"![{FIGURES[0].title}](figures/figure_1.png)" in text
     assert text.count("figure_1") == 1
     assert "/somewhere" not in text
 
 
 def test_settings_and_environment_are_listed():
-    text = render([outcome("ppo_clip")])
+    text = render()
     assert text.startswith("# miniature: ")
     assert "| update.learning_rate | 0.5 |" in text
     assert "| torch | 2.13.0 |" in text
@@ -143,4 +153,4 @@ def test_settings_and_environment_are_listed():
 
 def test_a_report_of_runs_without_times_says_no_number_that_was_not_measured():
     points = POINTS[~POINTS.metric.str.startswith(("time/", "throughput/"))]
-    assert "nan" not in render([outcome("ppo_clip")], points=points)
+    assert "nan" not in render(points=points)
