@@ -20,9 +20,11 @@ from pipelines.run_directory import RunDirectory
 from pipelines.worker import Job, Outcome, worker_main
 from trm_repro.config import RunConfig, load_arm, load_config
 from trm_repro.errors import InputError
+from trm_repro.file_locks import file_lock
 
 HELP = "run every arm with every seed, then draw the figures and write the report"
 POLL_SECONDS = 2.0
+GRACE_SECONDS = 20.0
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
@@ -38,20 +40,23 @@ def run(arguments: argparse.Namespace) -> int:
     files, overrides = split_settings(arguments.settings)
     config = load_config(files, overrides)
     directories = plan_runs(config, files, overrides)
-    for directory in directories:
-        directory.prepare()
-    tracker = Tracker(config)
-    parent_run = tracker.open_parent(config)
-    schedule = Schedule(directories)
-    failures = Pool(config, tracker, parent_run, schedule).run()
-    files_written = write_report(config)
-    tracker.log_files(parent_run, [file for file in files_written if file.is_file()], "report")
-    tracker.close_parent(parent_run, "FAILED" if failures else "FINISHED")
-    sys.stdout.write((Path(config.output.dir) / "summary.txt").read_text(encoding="utf-8"))
-    sys.stdout.write(f"report: {Path(config.output.dir) / 'report.md'}\nMLflow: mlflow ui --backend-store-uri ")
-    sys.stdout.write(f"{tracker.uri}\n")
-    for name, error in failures.items():
-        sys.stdout.write(f"stopped: {name}: {error}\n")
+    folder = Path(config.output.dir)
+    with file_lock(folder / "reproduce.lock", busy="another reproduce is running there; wait for it or stop it"):
+        for directory in directories:
+            directory.prepare()
+        tracker = Tracker(config)
+        parent_run = tracker.open_parent(config)
+        failures = Pool(config, tracker, parent_run, Schedule(directories)).run()
+        for name, error in failures.items():
+            sys.stderr.write(f"trm-repro: stopped: {name}: {error}\n")
+        if len(failures) == len(directories):
+            tracker.close_parent(parent_run, "FAILED")
+            return 1
+        files_written = write_report(config)
+        tracker.log_files(parent_run, [file for file in files_written if file.is_file()], "report")
+        tracker.close_parent(parent_run, "FAILED" if failures else "FINISHED")
+    sys.stdout.write((folder / "summary.txt").read_text(encoding="utf-8"))
+    sys.stdout.write(f"report: {folder / 'report.md'}\nMLflow: mlflow ui --backend-store-uri {tracker.uri}\n")
     return 1 if failures else 0
 
 
@@ -199,7 +204,7 @@ class Pool:
                     self._show(bar, workers)
             finally:
                 for worker in workers:
-                    worker.process.kill()
+                    self._stop(worker)
             self._show(bar, [])
         return self.failures
 
@@ -216,6 +221,13 @@ class Pool:
         process.start()
         theirs.close()
         return Worker(process=process, connection=ours)
+
+    def _stop(self, worker: Worker) -> None:
+        """Let an idle worker end by itself, which gives back what it holds; kill a busy one."""
+        worker.connection.close()
+        if worker.job is None:
+            worker.process.join(GRACE_SECONDS)
+        worker.process.kill()
 
     def _assign(self, workers: list[Worker]) -> bool:
         """Give idle workers jobs; returns whether anything is being done."""

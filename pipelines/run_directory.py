@@ -1,14 +1,14 @@
 """The files of one run: where they are, and whether they belong to the configuration at hand."""
 
 import dataclasses
-import fcntl
 import os
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager
 from pathlib import Path
 
 from trm_repro.config import RunConfig, load_config, to_yaml
 from trm_repro.errors import InputError
+from trm_repro.file_locks import file_lock
 
 UNCOMPARED = ("name", "num_steps", "reproduce", "output", "tracking")  # keys that do not change what a step computes
 
@@ -36,7 +36,10 @@ class RunDirectory:
     @property
     def is_finished(self) -> bool:
         """Whether the run has done all its steps; with num_steps raised it goes on."""
-        return self.finished_file.is_file() and int(self.finished_file.read_text()) >= self.config.num_steps
+        try:
+            return int(self.finished_file.read_bytes()) >= self.config.num_steps
+        except (OSError, ValueError):
+            return False
 
     def prepare(self) -> None:
         """Make the folder and write the configuration, or check that the one there is the same.
@@ -55,20 +58,9 @@ class RunDirectory:
                 )
         write_atomically(self.config_file, to_yaml(self.config))
 
-    @contextmanager
-    def locked(self) -> Iterator[None]:
-        """Hold the run for this process; the lock ends with the process, however it ends.
-
-        Raises:
-            InputError: if another process holds it.
-        """
-        self.path.mkdir(parents=True, exist_ok=True)
-        with (self.path / "lock").open("w") as file:
-            try:
-                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            except BlockingIOError:
-                raise InputError(f"{self.path}: another process is training this run; wait for it or stop it") from None
-            yield
+    def locked(self) -> AbstractContextManager[None]:
+        """Hold the run for this process; a second process gets an InputError."""
+        return file_lock(self.path / "lock", busy="another process is training this run; wait for it or stop it")
 
     def finish(self) -> None:
         """Note the number of steps done."""

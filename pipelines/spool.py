@@ -80,6 +80,11 @@ def read_spool(path: Path) -> Iterator[SpoolEntry]:
                 return
             try:
                 entry = SpoolEntry(**json.loads(line))
-            except (ValueError, TypeError):
-                raise InputError(f"{path}: line {number} is no metrics entry") from None
+                is_entry = isinstance(entry.step, int) and all(
+                    isinstance(value, float | int) for value in entry.metrics.values()
+                )
+            except (ValueError, TypeError, AttributeError):
+                is_entry = False
+            if not is_entry:
+                raise InputError(f"{path}: line {number} is no metrics entry; the file is damaged")
             yield entry

@@ -15,22 +15,27 @@ from pathlib import Path
 from typing import Any
 
 os.environ.setdefault("MLFLOW_DISABLE_TELEMETRY", "true")
+os.environ.setdefault("MLFLOW_HTTP_REQUEST_MAX_RETRIES", "2")  # a server that is not there is said within seconds
+os.environ.setdefault("MLFLOW_HTTP_REQUEST_TIMEOUT", "20")
 os.environ.setdefault("GIT_PYTHON_REFRESH", "quiet")
 
 import mlflow
 from mlflow import MlflowClient
 from mlflow.entities import Metric, Param, Run, RunStatus, RunTag
 from mlflow.exceptions import MlflowException
+from sqlalchemy.exc import SQLAlchemyError
 
 from pipelines.environment import describe_environment, lock_file
 from pipelines.run_directory import RunDirectory, write_atomically
 from pipelines.spool import read_spool
 from trm_repro.config import RunConfig, config_hash, to_yaml
 from trm_repro.errors import InputError
+from trm_repro.file_locks import file_lock
 
 MAX_BATCH = 1000  # MLflow takes at most this many metrics in one request
 MAX_PARAMS = 100  # and this many params
-SCORE_PREFIXES = ("score/",)
+SQLITE_HEADER = b"SQLite format 3\x00"
+STORE_ERRORS = (MlflowException, SQLAlchemyError, ModuleNotFoundError, OSError)
 
 for name in ("alembic", "mlflow", "mlflow.store.db.utils", "sqlalchemy"):
     logging.getLogger(name).setLevel(logging.ERROR)
@@ -50,6 +55,8 @@ class Tracker:
         self.folder.mkdir(parents=True, exist_ok=True)
         self.replayed_sizes: dict[Path, int] = {}  # bytes of each spool that are in MLflow
         try:
+            if config.tracking.uri is None:
+                ensure_sqlite_store(self.folder / "mlflow.db")
             mlflow.set_tracking_uri(self.uri)
             self.client = MlflowClient(tracking_uri=self.uri)
             experiment = self.client.get_experiment_by_name(config.tracking.experiment)
@@ -58,7 +65,7 @@ class Tracker:
             else:
                 location = None if config.tracking.uri else (self.folder / "mlartifacts").resolve().as_uri()
                 self.experiment_id = self.client.create_experiment(config.tracking.experiment, location)
-        except MlflowException as error:
+        except STORE_ERRORS as error:
             raise InputError(f"tracking.uri={self.uri}: MLflow cannot use it ({_first_line(error)})") from None
 
     def open_parent(self, config: RunConfig) -> str:
@@ -74,6 +81,8 @@ class Tracker:
         """Return the MLflow run of a training run, making it where it is not there."""
         config = directory.config
         run_id = self._known_run(directory.path / "mlflow.json")
+        if run_id is not None and parent_run_id is not None:
+            self.client.set_tag(run_id, "mlflow.parentRunId", parent_run_id)
         if run_id is None:
             tags = {"kind": "run", "arm": config.arm, "seed": str(config.seed)}
             if parent_run_id is not None:
@@ -97,7 +106,8 @@ class Tracker:
         if self.replayed_sizes.get(directory.spool_file) == size:
             return 0
         state_file = directory.path / "mlflow.json"
-        state = json.loads(state_file.read_text(encoding="utf-8"))
+        state = read_state(state_file)
+        assert state is not None
         entries = list(read_spool(directory.spool_file))[state["replayed"] :]
         metrics = [
             Metric(name, value, round(entry.time * 1000), entry.step)
@@ -113,7 +123,8 @@ class Tracker:
 
     def close_run(self, directory: RunDirectory, status: str) -> None:
         """Give a run its end: FINISHED, FAILED or KILLED."""
-        state = json.loads((directory.path / "mlflow.json").read_text(encoding="utf-8"))
+        state = read_state(directory.path / "mlflow.json")
+        assert state is not None
         if self.client.get_run(state["run_id"]).info.status != status:
             self._log_profiles(state["run_id"], directory)
         self._close(state["run_id"], status)
@@ -143,10 +154,8 @@ class Tracker:
             self.client.set_terminated(run_id, status)
 
     def _known_run(self, state_file: Path) -> str | None:
-        if not state_file.is_file():
-            return None
-        state = json.loads(state_file.read_text(encoding="utf-8"))
-        if state["uri"] != self.uri:
+        state = read_state(state_file)
+        if state is None or state["uri"] != self.uri:
             return None
         try:
             run: Run = self.client.get_run(state["run_id"])
@@ -179,6 +188,47 @@ class Tracker:
         return run_id
 
 
+def ensure_sqlite_store(path: Path) -> None:
+    """Make the SQLite store whole or not at all: MLflow killed while it makes its tables leaves a file it cannot use.
+
+    Args:
+        path: the database.
+
+    Raises:
+        InputError: if something that is no database is in the way.
+    """
+    with file_lock(path.with_name("mlflow.lock")):
+        if path.is_file():
+            if path.stat().st_size and path.read_bytes()[: len(SQLITE_HEADER)] != SQLITE_HEADER:
+                raise InputError(f"{path}: is no SQLite database; move it away, it is filled again from metrics.jsonl")
+            if path.stat().st_size:
+                return
+            path.unlink()
+        if path.exists():
+            raise InputError(f"{path}: is in the way of MLflow's database; move it away")
+        partial = path.with_name(f"{path.name}.partial")
+        partial.unlink(missing_ok=True)
+        MlflowClient(tracking_uri=f"sqlite:///{partial.resolve()}").search_experiments(max_results=1)
+        os.replace(partial, path)
+
+
+def read_state(path: Path) -> dict[str, Any] | None:
+    """Read which MLflow run a folder belongs to; a damaged file counts as none.
+
+    Args:
+        path: an ``mlflow.json``.
+
+    Returns:
+        uri, run_id and the number of spool entries replayed, or None.
+    """
+    try:
+        state = json.loads(path.read_bytes())
+        is_state = isinstance(state["uri"], str) and isinstance(state["run_id"], str)
+        return dict(state) if is_state and isinstance(state["replayed"], int) else None
+    except (OSError, ValueError, TypeError, KeyError):
+        return None
+
+
 def tracking_uri(config: RunConfig) -> str:
     """Return the tracking URI: the configured one, or SQLite in the output folder."""
     if config.tracking.uri is not None:
@@ -199,11 +249,11 @@ def read_points(config: RunConfig, metric_names: list[str]) -> list[dict[str, An
     Raises:
         InputError: if there is no such experiment or it has no finished or running runs.
     """
-    tracker = Tracker(config)
     state_file = Path(config.output.dir) / "mlflow.json"
-    if not state_file.is_file():
+    state = read_state(state_file)
+    if state is None:
         raise InputError(f"{state_file}: no such file; run trm-repro reproduce first")
-    parent = json.loads(state_file.read_text(encoding="utf-8"))["run_id"]
+    tracker, parent = Tracker(config), state["run_id"]
     runs = tracker.client.search_runs(
         [tracker.experiment_id], f"tags.`mlflow.parentRunId` = '{parent}'", max_results=10_000
     )

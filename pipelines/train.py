@@ -10,6 +10,7 @@ import lightning as L  # noqa: N812
 from tqdm import tqdm
 
 from pipelines.arguments import add_arm_argument, add_config_arguments, config_from
+from pipelines.checkpoints import read_checkpoint
 from pipelines.recorder import StepRecorder
 from pipelines.run_directory import RunDirectory
 from pipelines.session import Session, open_session, set_threads
@@ -121,6 +122,8 @@ def train_run(
             callbacks.append(StepBar(directory.name, config.num_steps))
         trainer = build_trainer(config.num_steps, callbacks)
         checkpoint = directory.checkpoint if directory.checkpoint.is_file() else None
+        if checkpoint is not None:
+            read_checkpoint(checkpoint)  # a damaged one is named before anything else happens
         trainer.fit(module, datamodule=data, ckpt_path=checkpoint, weights_only=True)
         save_policy(module.policy, session.tokenizer, directory.policy)
         directory.finish()

@@ -10,6 +10,7 @@ from transformers import PreTrainedTokenizerFast
 
 from trm_repro.batch import RolloutBatch
 from trm_repro.config import RunConfig, derive_seed
+from trm_repro.errors import FaultError
 from trm_repro.policy import Policy, build_policy
 from trm_repro.stage_clock import StageClock
 from trm_repro.step_metrics import UpdateRecord
@@ -100,6 +101,14 @@ class TRMModule(L.LightningModule):
             )
         )
         self.lr_schedulers().step()
+
+    def on_train_batch_end(self, outputs: object, batch: RolloutBatch, batch_idx: int) -> None:
+        """Stop when an update left weights that are not finite: nothing after it would mean anything."""
+        if not all(bool(weight.isfinite().all()) for weight in self.policy.parameters()):
+            raise FaultError(
+                f"the policy's weights are not finite after update {batch_idx} of step {self.current_epoch}; lower "
+                "update.learning_rate or update.max_gradient_norm"
+            )
 
     def measure(self, batch: RolloutBatch) -> Measurement:
         """Score a minibatch with the current policy, without gradient."""

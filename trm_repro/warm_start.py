@@ -21,6 +21,7 @@ from trm_repro import __version__
 from trm_repro.batch import Rollout, RolloutBatch
 from trm_repro.config import RunConfig, config_hash, derive_seed
 from trm_repro.errors import FaultError
+from trm_repro.file_locks import file_lock
 from trm_repro.policy import Policy, build_policy, build_tokenizer, save_policy
 from trm_repro.tasks.chain_arithmetic import ALPHABET, ChainArithmetic
 from trm_repro.tasks.problems import Problem
@@ -66,13 +67,16 @@ def ensure_warm_start(config: RunConfig, progress: Callable[[int, float], None] 
     path = warm_start_path(config)
     if (path / REPORT).is_file():
         return path
-    policy, tokenizer, result = train_warm_start(config, progress)
-    partial = path.with_name(f"{path.name}.partial-{os.getpid()}")
-    shutil.rmtree(partial, ignore_errors=True)
-    save_policy(policy, tokenizer, partial)
-    (partial / REPORT).write_text(json.dumps(asdict(result), indent=2) + "\n", encoding="utf-8")
-    shutil.rmtree(path, ignore_errors=True)
-    os.replace(partial, path)
+    with file_lock(path.with_name(f"{path.name}.lock")):
+        if (path / REPORT).is_file():  # another process made it while this one waited
+            return path
+        policy, tokenizer, result = train_warm_start(config, progress)
+        partial = path.with_name(f"{path.name}.partial")
+        for leftover in (partial, path):  # of a process that was killed here
+            shutil.rmtree(leftover, ignore_errors=True)
+        save_policy(policy, tokenizer, partial)
+        (partial / REPORT).write_text(json.dumps(asdict(result), indent=2) + "\n", encoding="utf-8")
+        os.replace(partial, path)
     return path
 
 
