@@ -3,6 +3,7 @@
 import argparse
 import dataclasses
 import sys
+import warnings
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
@@ -77,6 +78,8 @@ def build_module(config: RunConfig, model_path: Path, num_kept: Mapping[int, Seq
 
 def build_trainer(num_steps: int, callbacks: list[L.Callback]) -> L.Trainer:
     """Make the trainer: an epoch is a step, and every step has rollouts of its own."""
+    # Warm-up counts updates, also those whose optimizer step is skipped, so the schedule may move first.
+    warnings.filterwarnings("ignore", message=r"Detected call of `lr_scheduler.step\(\)` before")
     return L.Trainer(
         accelerator="cpu",
         devices=1,

@@ -296,7 +296,7 @@ def flat_items(config: DictConfig, prefix: str = "") -> list[tuple[str, object]]
     """List the leaves of a configuration under dotted keys; a list is one leaf."""
     items: list[tuple[str, object]] = []
     for key, value in OmegaConf.to_container(config, throw_on_missing=False).items():
-        if isinstance(value, dict):
+        if isinstance(value, dict) and value:
             items += flat_items(OmegaConf.create(value), f"{prefix}{key}.")
         else:
             items.append((f"{prefix}{key}", value))

@@ -5,11 +5,14 @@ columns are lists with one entry per response token; those of several values a t
 trailing shape in the file's metadata.
 """
 
+import contextlib
 import json
+import math
 import os
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pyarrow as pa
@@ -43,6 +46,9 @@ TOKEN_DTYPES = {
     "top_logprobs": torch.float32,
     "experts": torch.uint8,
 }
+TOKEN_DIMENSIONS = {"log_distribution": 2, "top_ids": 2, "top_logprobs": 2, "experts": 3}
+LOGPROB_SLACK = 1e-4
+"""Nats by which rounding can lift a log-prob above 0."""
 MASK_SCHEMA = pa.schema(
     [
         ("step", pa.int32()),
@@ -81,6 +87,10 @@ def write_rollouts(path: Path, rollouts: Sequence[Rollout], step: int) -> None:
         path: the file to make or replace.
         rollouts: at least one.
         step: index of the step, from 0.
+
+    Raises:
+        ValueError: if an optional tensor is present in some rollouts alone.
+        InputError: if the file cannot be written.
     """
     shapes = {}
     for name in TOKEN_TENSORS:
@@ -102,7 +112,7 @@ def write_rollouts(path: Path, rollouts: Sequence[Rollout], step: int) -> None:
         "weight_version": [r.weight_version for r in rollouts],
     }
     metadata = {"trm_repro": json.dumps({"kind": "rollouts", "shapes": shapes})}
-    _write(path, pa.table(columns, schema=ROLLOUT_SCHEMA.with_metadata(metadata)))
+    write_table(path, pa.table(columns, schema=ROLLOUT_SCHEMA.with_metadata(metadata)))
 
 
 def read_rollouts(path: Path) -> tuple[list[Rollout], int]:
@@ -115,36 +125,86 @@ def read_rollouts(path: Path) -> tuple[list[Rollout], int]:
         The rollouts, equal to the bit to those written, and the step.
 
     Raises:
-        InputError: if the file is missing, damaged, or no rollout shard.
+        InputError: if the file is missing, damaged, or no rollout shard, or a row holds what no sampling gives; whether
+            the rollouts fit a policy says `check_fits`.
     """
     table = _read(path, "rollouts", ROLLOUT_SCHEMA, optional=[f"rollout_{name}" for name in TOKEN_TENSORS])
     shapes = json.loads(table.schema.metadata[b"trm_repro"]).get("shapes")
     if not isinstance(shapes, dict):
         raise InputError(f"{path}: does not say the shapes of its token tensors; it was not written by this version")
-    rollouts = []
+    rollouts: list[Rollout] = []
+    steps: set[int] = set()
     for number, row in enumerate(table.to_pylist()):
         try:
-            rollouts.append(
-                Rollout(
-                    group=row["group"],
-                    prompt_ids=tuple(row["prompt_ids"]),
-                    response_ids=tuple(row["response_ids"]),
-                    logprobs=torch.tensor(row["rollout_logprobs"], dtype=torch.float32),
-                    **{
-                        name: _shaped(row[f"rollout_{name}"], shapes.get(name), dtype)
-                        for name, dtype in TOKEN_DTYPES.items()
-                    },
-                    finished=row["finished"],
-                    reward=row["reward"],
-                    advantage=row["advantage"],
-                    weight_version=row["weight_version"],
-                )
-            )
-        except (ValueError, RuntimeError, TypeError) as error:
-            raise InputError(f"{path}: row {number} is no rollout ({error})") from None
+            rollout = _to_rollout(row, shapes)
+            _check_values(rollout)
+            steps.add(_at_least_0(row["step"], "step"))
+            if len(steps) > 1:
+                raise ValueError(f"step is {row['step']}, that of the rows before is {min(steps - {row['step']})}")
+            for name in TOKEN_TENSORS:
+                if rollouts and (getattr(rollout, name) is None) != (getattr(rollouts[0], name) is None):
+                    raise ValueError(f"{name} is present in some rows and missing in others; all or none must have it")
+        except (ValueError, RuntimeError, TypeError, OverflowError) as error:
+            raise InputError(
+                f"{path}: row {number} is no rollout ({' '.join(str(error).split())}); sample the shard again with "
+                "trm-repro rollout"
+            ) from None
+        rollouts.append(rollout)
     if not rollouts:
         raise InputError(f"{path}: has no rollouts")
-    return rollouts, int(table["step"][0].as_py())
+    return rollouts, steps.pop()
+
+
+def check_fits(path: Path, rollouts: Sequence[Rollout], model_config: Any) -> None:  # noqa: ANN401
+    """Check that a policy can score rollouts: vocabulary, longest sequence, experts.
+
+    Args:
+        path: the shard they were read from, for the message.
+        rollouts: as read by `read_rollouts`.
+        model_config: Hugging Face configuration of the policy.
+
+    Raises:
+        InputError: if they were sampled from a policy of another shape; names the file and the row.
+    """
+    vocab_size = int(model_config.vocab_size)
+    longest = getattr(model_config, "max_position_embeddings", None)
+    for number, rollout in enumerate(rollouts):
+        reason = None
+        num_tokens = len(rollout.prompt_ids) + len(rollout.response_ids)
+        for name in ("prompt_ids", "response_ids"):
+            if max(getattr(rollout, name)) >= vocab_size:
+                reason = f"{name} holds token {max(getattr(rollout, name))}, the policy's are 0 to {vocab_size - 1}"
+        if longest is not None and num_tokens > longest:
+            reason = f"prompt and response take {num_tokens} tokens, the policy's limit is {longest}"
+        if rollout.log_distribution is not None and rollout.log_distribution.shape[1] != vocab_size:
+            width = rollout.log_distribution.shape[1]
+            reason = f"log_distribution is over {width} tokens, the policy's vocabulary has {vocab_size}"
+        if rollout.top_ids is not None and int(rollout.top_ids.max()) >= vocab_size:
+            reason = f"top_ids holds token {int(rollout.top_ids.max())}, the policy's are 0 to {vocab_size - 1}"
+        reason = reason or _expert_misfit(rollout.experts, model_config)
+        if reason is not None:
+            raise InputError(
+                f"{path}: row {number} does not fit the policy ({reason}); give the policy or checkpoint the shard was "
+                "sampled from"
+            )
+
+
+def _expert_misfit(experts: Tensor | None, model_config: Any) -> str | None:  # noqa: ANN401
+    """Say why a policy cannot have routed tokens to these experts, ``[T, L, K]``; None where it can."""
+    if experts is None:
+        return None
+    num_experts, top_k = (getattr(model_config, name, None) for name in ("num_experts", "num_experts_per_tok"))
+    if num_experts is None or top_k is None:
+        return "it has experts, the policy is dense"
+    every = getattr(model_config, "decoder_sparse_step", 1)
+    dense = getattr(model_config, "mlp_only_layers", None) or ()
+    layers = [i for i in range(model_config.num_hidden_layers) if i not in dense and (i + 1) % every == 0]
+    if tuple(experts.shape[1:]) != (len(layers), top_k):
+        found, expected = "{} layers of {}".format(*experts.shape[1:]), f"{len(layers)} layers of {top_k}"
+        return f"each token has {found} experts, the policy routes in {expected}"
+    if int(experts.max()) >= num_experts:
+        return f"experts holds expert {int(experts.max())}, the policy's are 0 to {num_experts - 1}"
+    return None
 
 
 def write_masks(path: Path, rows: Sequence[MaskRow], step: int) -> None:
@@ -154,6 +214,9 @@ def write_masks(path: Path, rows: Sequence[MaskRow], step: int) -> None:
         path: the file to make or replace.
         rows: one per update and sequence.
         step: index of the step, from 0.
+
+    Raises:
+        InputError: if the file cannot be written.
     """
     columns = {
         "step": [step] * len(rows),
@@ -164,7 +227,7 @@ def write_masks(path: Path, rows: Sequence[MaskRow], step: int) -> None:
         "token_kl": [_flat(row.token_kl) for row in rows],
     }
     metadata = {"trm_repro": json.dumps({"kind": "masks"})}
-    _write(path, pa.table(columns, schema=MASK_SCHEMA.with_metadata(metadata)))
+    write_table(path, pa.table(columns, schema=MASK_SCHEMA.with_metadata(metadata)))
 
 
 def read_masks(path: Path) -> list[MaskRow]:
@@ -179,33 +242,144 @@ def read_masks(path: Path) -> list[MaskRow]:
     Raises:
         InputError: if the file is missing, damaged, or no mask file.
     """
-    return [
-        MaskRow(
-            update=row["update"],
-            sequence_id=row["sequence_id"],
-            kept=row["kept"],
-            policy_logprobs=torch.tensor(row["policy_logprobs"], dtype=torch.float32),
-            token_kl=_shaped(row["token_kl"], [], torch.float32),
-        )
-        for row in _read(path, "masks", MASK_SCHEMA, optional=["token_kl"]).to_pylist()
-    ]
+    rows = []
+    for number, row in enumerate(_read(path, "masks", MASK_SCHEMA, optional=["token_kl"]).to_pylist()):
+        try:
+            mask = MaskRow(
+                update=_at_least_0(row["update"], "update"),
+                sequence_id=_at_least_0(row["sequence_id"], "sequence_id"),
+                kept=row["kept"],
+                policy_logprobs=torch.tensor(row["policy_logprobs"], dtype=torch.float32),
+                token_kl=_shaped(row["token_kl"], [], torch.float32),
+            )
+            if mask.token_kl is not None and mask.token_kl.shape != mask.policy_logprobs.shape:
+                num_kl, num_tokens = len(mask.token_kl), len(mask.policy_logprobs)
+                raise ValueError(f"token_kl has {num_kl} values, policy_logprobs {num_tokens}")
+        except (ValueError, RuntimeError, TypeError, OverflowError) as error:
+            raise InputError(f"{path}: row {number} is no mask ({' '.join(str(error).split())})") from None
+        rows.append(mask)
+    return rows
+
+
+def check_target(path: Path) -> None:
+    """Check that a file can be written at a path without taking the place of anything but a file.
+
+    Args:
+        path: the file to make or replace.
+
+    Raises:
+        InputError: if the path is empty, a folder, or something else that is no regular file, such as a device.
+    """
+    if path.is_dir():
+        raise InputError(f"{str(path)!r} is a folder; expected the name of a file to write")
+    if path.exists() and not path.is_file():
+        raise InputError(f"{path}: is a device or pipe; expected the name of a file to write")
+
+
+def check_folder(path: Path) -> None:
+    """Check that a path is a folder to write to, or can become one.
+
+    Raises:
+        InputError: if it, or what it should lie in, is a file.
+    """
+    there = next((part for part in (path, *path.parents) if part.exists()), None)
+    if there is not None and not there.is_dir():
+        raise InputError(f"{there}: is a file; expected a folder to write to")
+
+
+def write_table(path: Path, table: pa.Table) -> None:
+    """Write a table as Parquet so that it is there whole or not at all.
+
+    Args:
+        path: the file to make or replace.
+        table: what to write.
+
+    Raises:
+        InputError: if there can be no file at the path, or the disk does not take it.
+    """
+    check_target(path)
+    partial = path.with_name(f"{path.name}.partial")
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        pq.write_table(table, partial, compression="zstd")
+        os.replace(partial, path)
+    except BaseException as error:
+        with contextlib.suppress(OSError):
+            partial.unlink(missing_ok=True)
+        if isinstance(error, OSError):
+            reason = error.strerror or str(error).splitlines()[0]
+            raise InputError(f"{path}: cannot be written ({reason}); free the place or choose another") from None
+        raise
+
+
+def _to_rollout(row: dict[str, Any], shapes: dict[str, Any]) -> Rollout:
+    for name in ("prompt_ids", "response_ids"):
+        if None in row[name]:
+            raise ValueError(f"{name} has an empty entry")
+    return Rollout(
+        group=_at_least_0(row["group"], "group"),
+        prompt_ids=tuple(row["prompt_ids"]),
+        response_ids=tuple(row["response_ids"]),
+        logprobs=torch.tensor(row["rollout_logprobs"], dtype=torch.float32),
+        **{name: _token_tensor(name, row[f"rollout_{name}"], shapes.get(name)) for name in TOKEN_TENSORS},
+        finished=row["finished"],
+        reward=row["reward"],
+        advantage=row["advantage"],
+        weight_version=_at_least_0(row["weight_version"], "weight_version"),
+    )
+
+
+def _token_tensor(name: str, values: list[float] | None, shape: list[int] | None) -> Tensor | None:
+    if values is None:
+        return None
+    if not (isinstance(shape, list) and all(type(size) is int and size > 0 for size in shape)):
+        raise ValueError(f"the file says shape {shape} for {name}; expected sizes >= 1")
+    if len(shape) != TOKEN_DIMENSIONS[name] - 1:
+        raise ValueError(f"the file says shape {shape} for {name}; expected {TOKEN_DIMENSIONS[name] - 1} sizes")
+    return _shaped(values, shape, TOKEN_DTYPES[name])
+
+
+def _check_values(rollout: Rollout) -> None:
+    """Refuse values that no sampling gives. A NaN or -inf log-prob of a sampled token passes: masks reject it."""
+    for name in ("prompt_ids", "response_ids"):
+        _at_least_0(min(getattr(rollout, name)), name)
+    if not 0 <= rollout.reward <= 1:
+        raise ValueError(f"reward is {rollout.reward}; expected 0 to 1")
+    if not math.isfinite(rollout.advantage):
+        raise ValueError(f"advantage is {rollout.advantage}; expected a finite number")
+    for name in ("logprobs", "log_distribution", "top_logprobs"):
+        value = getattr(rollout, name)
+        if value is None:
+            continue
+        if name != "logprobs" and bool(value.isnan().any()):
+            raise ValueError(f"{name} holds NaN; expected log-probs")
+        if bool((value > LOGPROB_SLACK).any()):
+            raise ValueError(f"{name} holds {value.nan_to_num(nan=-torch.inf).max():.4g}; log-probs are at most 0")
+    if (rollout.top_ids is None) != (rollout.top_logprobs is None):
+        raise ValueError("it has one of top_ids and top_logprobs; expected both or none")
+    if rollout.top_ids is not None and rollout.top_logprobs is not None:
+        if rollout.top_ids.shape != rollout.top_logprobs.shape:
+            num_ids, num_logprobs = rollout.top_ids.shape[1], rollout.top_logprobs.shape[1]
+            raise ValueError(f"each token has {num_ids} top_ids and {num_logprobs} top_logprobs")
+        _at_least_0(int(rollout.top_ids.min()), "top_ids")
+        if bool((rollout.top_ids.sort(dim=-1).values.diff(dim=-1) == 0).any()):
+            raise ValueError("top_ids names a token twice")
+
+
+def _at_least_0(value: int, name: str) -> int:
+    if value < 0:
+        raise ValueError(f"{name} holds {value}; expected a whole number >= 0")
+    return value
 
 
 def _flat(value: Tensor | None) -> np.ndarray | None:
     return None if value is None else value.reshape(-1).numpy()
 
 
-def _shaped(values: list[float] | None, shape: list[int] | None, dtype: torch.dtype) -> Tensor | None:
-    if values is None or shape is None:
+def _shaped(values: list[float] | None, shape: Sequence[int], dtype: torch.dtype) -> Tensor | None:
+    if values is None:
         return None
     return torch.tensor(values, dtype=dtype).reshape(-1, *shape)
-
-
-def _write(path: Path, table: pa.Table) -> None:
-    path.parent.mkdir(parents=True, exist_ok=True)
-    partial = path.with_suffix(".partial")
-    pq.write_table(table, partial, compression="zstd")
-    os.replace(partial, path)
 
 
 def _read(path: Path, kind: str, schema: pa.Schema, optional: Sequence[str]) -> pa.Table:

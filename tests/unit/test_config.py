@@ -124,6 +124,20 @@ def test_choices_are_those_of_the_dispatch_tables():
         ("=3", "expected key=value"),
         ("rollout=3", "rollout"),
         ("num_steps=[", "not valid YAML"),
+        ("reproduce.arms={}", "reproduce.arms"),
+        ("reproduce.seeds[0]=5", "reproduce.seeds"),
+        ("reproduce.seeds=[1.5]", "reproduce.seeds"),
+        ("mask.reference_arm=x/../y", "mask.reference_arm must be letters"),
+        ("rollout.staleness_steps=99999999999999999999", "rollout.staleness_steps"),
+        ("num_threads=99999999999999999999", "num_threads must be between 1 and 1024"),
+        ("policy.hidden_size=10000000000", "policy.hidden_size must be at most"),
+        ("policy.head_dim=3", "policy.head_dim must be even"),
+        ("policy.max_position_embeddings=10", "policy.max_position_embeddings must be >= 122"),
+        ("update.learning_rate=1e30", "update.learning_rate must be >= 0 and at most"),
+        ("loss.length_normalizer=1e-300", "loss.length_normalizer must be > 0"),
+        ("seed=???", "seed=??? is no value"),
+        ("name=" + "x" * 400, "name must be letters"),
+        ('output.dir="a\\0b"', "output.dir must be a path of printable text"),
     ],
 )
 def test_wrong_override_is_refused_in_one_line_that_names_it(override: str, said: str):
@@ -147,6 +161,9 @@ def test_exact_mask_needs_full_distributions():
         (b"\xff\xfe\x00", "cannot be read as UTF-8"),
         (b"num_step: 3\n", "did you mean 'num_steps'"),
         (b"update: 3\n", "update"),
+        (b"5\n", "expected a mapping"),
+        (b"num_steps: 3\nnum_steps: 4\n", "line 2"),
+        (b"a:\tb\n\tc", "line"),
     ],
 )
 def test_wrong_file_is_refused_with_its_name(tmp_path: Path, content: bytes, said: str):

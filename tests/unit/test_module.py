@@ -10,6 +10,7 @@ from pipelines.train import build_trainer
 from trm_repro.batch import Rollout
 from trm_repro.config import RunConfig, load_arm
 from trm_repro.datamodule import RolloutDataModule, minibatches
+from trm_repro.errors import FaultError
 from trm_repro.module import TRMModule
 from trm_repro.policy import build_policy, build_tokenizer
 from trm_repro.tasks.chain_arithmetic import ALPHABET
@@ -119,6 +120,17 @@ def test_masks_follow_the_policy_update_by_update_or_stay_as_they_were():
     stays, _ = fit(small_config("trm_avg_0.001", *large, "mask.timing=once"), rollouts_of(small_config()))
     assert stays.records[0].sequence_mask.all()
     assert stays.records[1].sequence_mask.all()
+
+
+def test_weights_that_are_not_finite_stop_the_run():
+    config = small_config("ppo_clip")
+    module = TRMModule(config, TOKENIZER)
+    module.policy = build_policy(config.policy, TOKENIZER, seed=5)
+    with torch.no_grad():
+        next(module.policy.parameters())[0, 0] = float("inf")
+    data = RolloutDataModule(config, None, run_name="t", stored=rollouts_of(config))
+    with pytest.raises(FaultError, match="weights are not finite after update 0 of step 0; lower"):
+        build_trainer(1, []).fit(module, datamodule=data)
 
 
 def test_random_control_keeps_the_given_numbers():
