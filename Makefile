@@ -30,7 +30,7 @@ $(VENV)/.installed: requirements/cpu.txt requirements/dev.txt pyproject.toml
 	@touch $@
 	@echo "setup: done"
 
-reproduce: setup ## re-run the paper in miniature: every arm, figures, report (about 20 minutes on 2 cores)
+reproduce: setup ## re-run the paper in miniature: every arm, figures, report (20 to 30 minutes on 2 cores)
 	@$(BIN)/trm-repro reproduce $(ARGS)
 
 report: setup ## draw the figures and write the report again, from MLflow
