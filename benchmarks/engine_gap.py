@@ -12,7 +12,6 @@ import sys
 from pathlib import Path
 from typing import get_args
 
-import torch
 from tqdm import tqdm
 
 from pipelines.arguments import add_config_arguments, config_from
@@ -91,5 +90,4 @@ def main() -> int:
 
 
 if __name__ == "__main__":
-    torch.set_grad_enabled(False)
     sys.exit(main())
