@@ -12,8 +12,8 @@ from typing import Any
 
 import numpy as np
 
+from pipelines.bounds_plot import plot_bounds, refuse_target
 from trm_repro.bounds import (
-    PAPER_UNIFIED,
     Constants,
     Divergences,
     FloatArray,
@@ -60,8 +60,6 @@ TABLE_1_PRINTED = {
 }
 """Table 1 as published, for the settings in the order of `TABLE_1`; its Pinsker-Marginal rows are simplified forms."""
 
-PLOTTED = ("classical", "trivial", *PAPER_UNIFIED, "prefix_adaptive", "unified")
-
 BATCH_SIZE = 32
 """Pairs enumerated together; each batch has its own vocabulary, length and kind of difference."""
 
@@ -102,18 +100,19 @@ def run(arguments: argparse.Namespace) -> int:
     given = {name: value for name, value in given.items() if value is not None}
     _refuse_useless(arguments, given)
     try:
-        if arguments.verify is not None:
-            payload = verify(arguments.verify, seed=arguments.seed, length=arguments.length, constants=constants)
-            text = _verification_text(payload)
-        elif given:
-            payload = calculate(given, constants)
-            text = _calculation_text(payload)
-        else:
-            payload = table_1(constants)
-            text = _table_1_text(payload)
-        if arguments.plot:
-            plot_bounds(arguments.plot, given or TABLE_1["kl_only"], constants)
-    except (ValueError, OSError) as error:
+        with np.errstate(over="ignore"):  # a bound beyond the largest float is infinite, which is still a bound
+            if arguments.verify is not None:
+                payload = verify(arguments.verify, seed=arguments.seed, length=arguments.length, constants=constants)
+                text = _verification_text(payload)
+            elif given:
+                payload = calculate(given, constants)
+                text = _calculation_text(payload)
+            else:
+                payload = table_1(constants)
+                text = _table_1_text(payload)
+            if arguments.plot is not None:
+                plot_bounds(arguments.plot, given or TABLE_1["kl_only"], constants)
+    except (ValueError, OverflowError) as error:
         raise InputError(str(error)) from error
     sys.stdout.write((json.dumps(payload, indent=2, allow_nan=False) if arguments.json else text) + "\n")
     return int(any(check["num_violations"] for found in payload.get("checks", {}).values() for check in found.values()))
@@ -122,12 +121,19 @@ def run(arguments: argparse.Namespace) -> int:
 def _refuse_useless(arguments: argparse.Namespace, given: dict[str, float]) -> None:
     """Refuse combinations of arguments that would be ignored or say nothing."""
     if arguments.verify is not None:
-        if arguments.plot or not set(given) <= {"length"}:
+        if arguments.plot is not None or not set(given) <= {"length"}:
             raise InputError("--verify goes with --length, --constants, --seed and --json alone")
     elif given and not set(given) & {"length", "delta", "epsilon"}:
         raise InputError("--kl-seq and --tv-seq need --length, --delta or --epsilon beside them")
-    if arguments.plot and given and not (set(given) >= {"length", "delta"} and np.isfinite(given["delta"])):
+    if arguments.seed < 0:
+        raise InputError(f"--seed must be a whole number >= 0, got {arguments.seed}")
+    if arguments.plot is None:
+        return
+    if given and not (set(given) >= {"length", "delta"} and np.isfinite(given["delta"])):
         raise InputError("--plot needs --length and a finite --delta, or none of the numbers")
+    if given and given["delta"] == 0:
+        raise InputError("--plot needs --delta above 0, got 0: its axis is logarithmic")
+    refuse_target(arguments.plot)
 
 
 def table_1(constants: list[Constants]) -> Payload:
@@ -166,7 +172,7 @@ def calculate(given: dict[str, float], constants: list[Constants]) -> Payload:
         for name in constants:
             bounds = _floats(every_bound(divergences, constants=name))
             payload["bounds"][name] = {
-                bound: {"value": value, "is_above_1": value > 1, "is_above_trivial": value > bounds["trivial"]}
+                bound: {"value": _finite(value), "is_above_1": value > 1, "is_above_trivial": value > bounds["trivial"]}
                 for bound, value in bounds.items()
             }
             delta = largest_delta(int(given["length"]), known, constants=name)
@@ -259,40 +265,6 @@ def _count_findings(pairs: PolicyPairs, divergences: Divergences, rewards: Float
     return {name: int(is_so.sum()) for name, is_so in findings.items()}
 
 
-def plot_bounds(path: Path, numbers: dict[str, float], constants: list[Constants]) -> None:
-    """Draw the bounds of `PLOTTED` against T at the given delta, and against delta at the given T.
-
-    Args:
-        path: the file to write; its ending says the format.
-        numbers: length and delta, and any of epsilon, kl_seq, tv_seq.
-        constants: the first is drawn for every bound; with two, the second adds its unified bound.
-    """
-    from matplotlib.figure import Figure
-
-    length, delta = int(numbers["length"]), float(numbers["delta"])
-    known = _known_limits(numbers)
-    lengths = np.unique(np.geomspace(2, max(1e5, 10 * length), 300).round())
-    deltas = np.geomspace(min(1e-8, delta / 10), max(1.0, delta), 300)
-    figure = Figure(figsize=(11, 4.5), layout="constrained")
-    for axes, values, divergences, label, mark in (
-        (figure.add_subplot(1, 2, 1), lengths, known.at(lengths, delta), f"T, at delta = {delta:g}", length),
-        (figure.add_subplot(1, 2, 2), deltas, known.at(length, deltas), f"delta in nats, at T = {length}", delta),
-    ):
-        bounds = every_bound(divergences, constants=constants[0])
-        for name in PLOTTED:
-            style = {"linewidth": 2.5, "color": "black"} if name == "unified" else {"linewidth": 1.2}
-            axes.plot(values, np.broadcast_to(bounds[name], values.shape), label=name.replace("_", " "), **style)
-        for other in constants[1:]:
-            unified = unified_bound(divergences, constants=other)
-            axes.plot(values, unified, color="black", linestyle="--", label=f"unified, {other} constants")
-        axes.axhline(1.0, color="grey", linestyle=":", label="reward range")
-        axes.axvline(mark, color="grey", linewidth=0.8)
-        axes.set(xscale="log", yscale="log", xlabel=label, ylabel="bound on |error|, reward units")
-    figure.axes[1].legend(fontsize="x-small", loc="upper left", bbox_to_anchor=(1.0, 1.0))
-    figure.suptitle(f"Bounds with {constants[0]} constants", fontsize="medium")
-    figure.savefig(path, dpi=150)
-
-
 def _known_limits(numbers: dict[str, float]) -> KnownLimits:
     return KnownLimits(**{name: value for name, value in numbers.items() if name not in ("length", "delta")})
 
@@ -345,7 +317,9 @@ def _calculation_text(payload: Payload) -> str:
         rows = [[f"{constant} constants", "bound", "above 1", "above trivial"]]
         for name, found in bounds.items():
             verdicts = ["yes" if found[question] else "no" for question in ("is_above_1", "is_above_trivial")]
-            rows.append([name.replace("_", " "), _figures(found["value"]), *verdicts])
+            rows.append(
+                [name.replace("_", " "), _figures(np.inf if found["value"] is None else found["value"]), *verdicts]
+            )
         blocks.append(_aligned(rows))
     lines = ["The unified bound is below 1"]
     for constant, found in payload["unified_below_1"].items():

@@ -41,11 +41,14 @@ def run(arguments: argparse.Namespace) -> int:
     from evaluation.scores import average_at_k, score_problems
     from pipelines.session import set_threads
     from pipelines.train import starting_policy
-    from trm_repro.policy import context_length, load_tokenizer
+    from trm_repro.policy import check_vocabulary, context_length, load_tokenizer
     from trm_repro.rollout import SamplingSettings, start_engine
     from trm_repro.rollout.sampler import encode_prompt
+    from trm_repro.shards import check_folder
 
     config = config_from(arguments)
+    if arguments.out is not None:
+        check_folder(arguments.out)
     set_threads(config.num_threads)
     task, problems = _problems(arguments, config)
     policy = arguments.policy or starting_policy(config, show_progress=True)
@@ -59,6 +62,7 @@ def run(arguments: argparse.Namespace) -> int:
     length = max(map(len, prompts)) + settings.max_response_tokens
     _check_context(length, context, settings.max_response_tokens)
     engine = start_engine(config.rollout, policy, length)
+    check_vocabulary(tokenizer, engine.vocab_size, policy)
     questions = list(zip(problems, prompts, strict=True))
     sampled = score_problems(
         engine,
@@ -120,10 +124,17 @@ def _prompt_texts(
         return texts
     if tokenizer.chat_template is None:
         raise InputError("evaluation.prompt_template=chat, but the policy's tokenizer has no chat template; use plain")
-    return [
-        tokenizer.apply_chat_template([{"role": "user", "content": text}], tokenize=False, add_generation_prompt=True)
-        for text in texts
-    ]
+    try:
+        return [
+            tokenizer.apply_chat_template(
+                [{"role": "user", "content": text}], tokenize=False, add_generation_prompt=True
+            )
+            for text in texts
+        ]
+    except Exception as error:  # jinja's, or whatever the template raises
+        raise InputError(
+            f"evaluation.prompt_template=chat, but the tokenizer's chat template fails ({str(error)[:200]}); use plain"
+        ) from error
 
 
 def _check_context(length: int, context: int, max_response_tokens: int) -> None:
@@ -138,8 +149,9 @@ def _check_context(length: int, context: int, max_response_tokens: int) -> None:
 
 def _write_answers(folder: Path, scores: dict[str, float | int | str], answers: "Sequence[ScoredResponse]") -> None:
     import pyarrow as pa
-    import pyarrow.parquet as pq
 
-    folder.mkdir(parents=True, exist_ok=True)
-    pq.write_table(pa.Table.from_pylist([dataclasses.asdict(answer) for answer in answers]), folder / "answers.parquet")
-    (folder / "scores.json").write_text(json.dumps(scores, indent=2) + "\n", encoding="utf-8")
+    from pipelines.run_directory import write_atomically
+    from trm_repro.shards import write_table
+
+    write_table(folder / "answers.parquet", pa.Table.from_pylist([dataclasses.asdict(answer) for answer in answers]))
+    write_atomically(folder / "scores.json", json.dumps(scores, indent=2) + "\n")

@@ -34,8 +34,10 @@ def run(arguments: argparse.Namespace) -> int:
     """Run the command."""
     from pipelines.session import set_threads
     from trm_repro.errors import InputError
+    from trm_repro.shards import check_folder
 
     config = config_from(arguments)
+    check_folder(arguments.out)
     if not config.evaluation.length_operands:
         raise InputError("evaluation.length_operands is empty: name problem sizes, such as [8,14,20,28,38,50]")
     set_threads(config.num_threads)

@@ -2,9 +2,15 @@
 
 import argparse
 import sys
+from collections.abc import Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from pipelines.arguments import add_arm_argument, add_config_arguments, config_from
+
+if TYPE_CHECKING:
+    from trm_repro.batch import Rollout
+    from trm_repro.module import TRMModule
 
 HELP = "score a shard with the starting policy or a checkpoint, and write which sequences the mask keeps"
 
@@ -25,16 +31,22 @@ def run(arguments: argparse.Namespace) -> int:
     from pipelines.session import set_threads
     from pipelines.train import build_module, random_control, starting_policy
     from trm_repro.batch import RolloutBatch
-    from trm_repro.shards import read_rollouts, write_masks
+    from trm_repro.errors import InputError
+    from trm_repro.shards import check_target, read_rollouts, write_masks
     from trm_repro.step_metrics import UpdateRecord
 
     config = config_from(arguments)
+    path = arguments.out or arguments.shard.with_name(f"{arguments.shard.stem}.masks.parquet")
+    check_target(path)
+    if path.resolve() == arguments.shard.resolve():
+        raise InputError(f"{path}: is the shard itself; give --out another file")
     set_threads(config.num_threads)
     rollouts, step = read_rollouts(arguments.shard)
     module = build_module(config, starting_policy(config, show_progress=True), random_control(config))
     module.configure_model()
     if arguments.checkpoint is not None:
         load_into(module.policy, read_checkpoint(arguments.checkpoint), arguments.checkpoint)
+    check_shard(arguments.shard, rollouts, module)
     batch = RolloutBatch.from_rollouts(rollouts)
     measurement = module.measure(batch)
     sequence_mask = module.mask(measurement, batch, update=0)
@@ -47,8 +59,32 @@ def run(arguments: argparse.Namespace) -> int:
         is_skipped=True,
         learning_rate=0.0,
     )
-    path = arguments.out or arguments.shard.with_suffix(".masks.parquet")
     write_masks(path, mask_rows([record]), step)
     kept = int(sequence_mask.sum())
     sys.stdout.write(f"{path}: {config.mask.criterion} keeps {kept} of {len(rollouts)} sequences of step {step}\n")
     return 0
+
+
+def check_shard(path: Path, rollouts: "Sequence[Rollout]", module: "TRMModule") -> None:
+    """Check that a module's policy can score a shard and its mask judge it.
+
+    Args:
+        path: the shard.
+        rollouts: as read from it.
+        module: with its policy built.
+
+    Raises:
+        InputError: if the policy has another shape, or the criterion needs distributions the shard lacks.
+    """
+    from trm_repro.errors import InputError
+    from trm_repro.shards import check_fits
+
+    check_fits(path, rollouts, module.policy.model.config)
+    mask = module.config.mask
+    is_sampled_only = rollouts[0].log_distribution is None and rollouts[0].top_ids is None
+    if is_sampled_only and (mask.has_exact_max or mask.has_exact_avg):
+        raise InputError(
+            f"{path}: holds log-probs of the sampled tokens alone, but mask.criterion={mask.criterion} is exact and "
+            "needs rollouts sampled with rollout.distribution=full or top_k; or set mask.max_estimator=k2 and "
+            "mask.avg_estimator=k3"
+        )

@@ -19,20 +19,22 @@ def configure(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     """Run the command."""
-    from pipelines.checkpoints import read_checkpoint
+    from pipelines.checkpoints import check_snapshots, read_checkpoint
     from pipelines.session import open_session, set_threads
     from pipelines.train import starting_policy
     from trm_repro.datamodule import shard_name
     from trm_repro.rollout.sampler import RolloutSampler
-    from trm_repro.shards import write_rollouts
+    from trm_repro.shards import check_folder, write_rollouts
 
     config = config_from(arguments)
+    check_folder(arguments.out)
     set_threads(config.num_threads)
     checkpoint = None if arguments.checkpoint is None else read_checkpoint(arguments.checkpoint)
     session = open_session(config, starting_policy(config, show_progress=True))
     step, version = 0, 0
     if checkpoint is not None:
         step, (version, weights) = checkpoint.num_steps, checkpoint.snapshots[0]
+        check_snapshots(session.engine.probe.model, checkpoint, arguments.checkpoint)
         session.engine.sync(weights, run=str(arguments.checkpoint), version=version)
     sampler = RolloutSampler(config, session.engine, session.tokenizer)
     rollouts = sampler.sample_step(step, version)

@@ -4,8 +4,15 @@ import argparse
 import json
 import sys
 from pathlib import Path
+from typing import TYPE_CHECKING
+
+import lightning as L  # noqa: N812
 
 from pipelines.arguments import add_arm_argument, add_config_arguments, config_from
+
+if TYPE_CHECKING:
+    from trm_repro.datamodule import RolloutDataModule
+    from trm_repro.module import TRMModule
 
 HELP = "train one step on a shard, from the starting policy or a checkpoint"
 
@@ -21,21 +28,24 @@ def configure(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     """Run the command."""
-    from pipelines.checkpoints import read_checkpoint
+    from pipelines.checkpoints import load_into, read_checkpoint
+    from pipelines.mask import check_shard
     from pipelines.recorder import mask_rows
     from pipelines.run_directory import write_atomically
     from pipelines.session import set_threads
-    from pipelines.train import build_module, build_trainer, random_control, starting_policy
+    from pipelines.train import build_module, random_control, starting_policy
     from trm_repro.datamodule import RolloutDataModule, shard_name
     from trm_repro.errors import InputError
     from trm_repro.policy import load_tokenizer, save_policy
-    from trm_repro.shards import read_rollouts, write_masks
+    from trm_repro.shards import check_folder, read_rollouts, write_masks
     from trm_repro.step_metrics import step_metrics
 
     config = config_from(arguments)
+    check_folder(arguments.out)
     set_threads(config.num_threads)
     rollouts, step = read_rollouts(arguments.shard)
-    num_done = 0 if arguments.checkpoint is None else read_checkpoint(arguments.checkpoint).num_steps
+    checkpoint = None if arguments.checkpoint is None else read_checkpoint(arguments.checkpoint)
+    num_done = 0 if checkpoint is None else checkpoint.num_steps
     if num_done != step:
         raise InputError(
             f"{arguments.shard} holds step {step}, but {arguments.checkpoint or 'the starting policy'} has done "
@@ -48,9 +58,12 @@ def run(arguments: argparse.Namespace) -> int:
         )
     model_path = starting_policy(config, show_progress=True)
     module = build_module(config, model_path, random_control(config))
+    module.configure_model()
+    if checkpoint is not None:
+        load_into(module.policy, checkpoint, arguments.checkpoint)
+    check_shard(arguments.shard, rollouts, module)
     data = RolloutDataModule(config, None, run_name="update", stored=rollouts)
-    trainer = build_trainer(step + 1, [])
-    trainer.fit(module, datamodule=data, ckpt_path=arguments.checkpoint, weights_only=True)
+    _train_step(module, data, step, arguments.checkpoint)
     metrics = step_metrics(module.records, config.loss)
     write_masks(arguments.out / f"masks_{shard_name(step)}", mask_rows(module.records), step)
     write_atomically(arguments.out / "metrics.json", json.dumps(metrics, indent=2) + "\n")
@@ -61,3 +74,28 @@ def run(arguments: argparse.Namespace) -> int:
         f"{metrics['train/num_skipped_updates']:.0f} updates skipped\n"
     )
     return 0
+
+
+def _train_step(module: "TRMModule", data: "RolloutDataModule", step: int, checkpoint: Path | None) -> None:
+    from pipelines.train import build_trainer
+    from trm_repro.errors import InputError
+
+    started = _Started()
+    try:
+        build_trainer(step + 1, [started]).fit(module, datamodule=data, ckpt_path=checkpoint, weights_only=True)
+    except (KeyError, ValueError, RuntimeError, TypeError, AttributeError) as error:
+        if checkpoint is None or started.is_training:
+            raise
+        raise InputError(
+            f"{checkpoint}: training cannot go on from it ({' '.join(str(error).split())[:200]}); expected the "
+            "checkpoint.ckpt of a run with this configuration"
+        ) from error
+
+
+class _Started(L.Callback):
+    """Notes that the checkpoint has been restored and training begins."""
+
+    is_training = False
+
+    def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        self.is_training = True

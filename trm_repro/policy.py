@@ -26,6 +26,9 @@ from trm_repro.errors import InputError
 from trm_repro.vocab import token_logprobs, token_statistics
 
 PAD, BOS, EOS = "<pad>", "<bos>", "<eos>"
+VOCABULARY_FILES = ("tokenizer.json", "vocab.*", "*.model", "*.tiktoken", "tekken.json", "tokenizer.*.json")
+"""What a tokenizer's directory has at least one of; without any, transformers makes a tokenizer up."""
+EXPECTED_DIRECTORY = "expected config.json, model.safetensors and tokenizer.json, as save_pretrained writes them"
 
 
 class PolicyOutput(NamedTuple):
@@ -136,19 +139,67 @@ def build_policy(config: PolicyConfig, tokenizer: PreTrainedTokenizerFast, seed:
         The policy, ready to train.
 
     Raises:
-        InputError: if the path holds no model that can be loaded.
+        InputError: if the path holds no model that can be loaded, or the tokenizer has more tokens than the model.
     """
-    kwargs: dict[str, Any] = {"dtype": torch.float32, "attn_implementation": "sdpa"}
     if config.path is not None:
-        try:
-            model = AutoModelForCausalLM.from_pretrained(config.path, trust_remote_code=False, **kwargs)
-        except (OSError, ValueError, KeyError) as error:
-            raise InputError(f"policy.path={config.path}: no model can be loaded ({_first_line(error)})") from None
-        return Policy(model)
-    with torch.random.fork_rng():
-        torch.manual_seed(seed)
-        model = AutoModelForCausalLM.from_config(model_config(config, tokenizer), **kwargs)
+        model = load_model(config.path, prefix="policy.path=")
+    else:
+        with torch.random.fork_rng():
+            torch.manual_seed(seed)
+            model = AutoModelForCausalLM.from_config(
+                model_config(config, tokenizer), dtype=torch.float32, attn_implementation="sdpa"
+            )
+    if tokenizer is not None:
+        check_vocabulary(tokenizer, int(model.config.vocab_size), config.path or "policy.vocab_size")
     return Policy(model)
+
+
+def load_model(path: str | Path, *, prefix: str = "") -> Any:  # noqa: ANN401
+    """Load a saved causal language model in float32.
+
+    Args:
+        path: directory or hub name.
+        prefix: what to put before the path in a message, such as the key it comes from.
+
+    Returns:
+        A Hugging Face model with a decoder under ``model`` and an output layer under ``lm_head``.
+
+    Raises:
+        InputError: if it cannot be loaded, lacks weights, or has other parts.
+    """
+    try:
+        model, loading = AutoModelForCausalLM.from_pretrained(
+            path, trust_remote_code=False, dtype=torch.float32, attn_implementation="sdpa", output_loading_info=True
+        )
+    except Exception as error:  # a damaged directory raises whatever the reader of the damaged part does
+        raise InputError(
+            f"{prefix}{path}: no model can be loaded ({first_line(error)}); {EXPECTED_DIRECTORY}"
+        ) from error
+    if missing := sorted(loading["missing_keys"]):
+        raise InputError(
+            f"{prefix}{path}: no model can be loaded ({len(missing)} of its tensors are not in the file, such as "
+            f"{missing[0]}); {EXPECTED_DIRECTORY}"
+        )
+    head = getattr(model, "lm_head", None)
+    if not hasattr(model, "model") or getattr(head, "weight", None) is None or getattr(head, "bias", None) is not None:
+        raise InputError(
+            f"{prefix}{path}: a {type(model).__name__} cannot be scored; expected a causal model with a decoder "
+            "`model` and an `lm_head` without bias, such as Qwen3"
+        )
+    return model
+
+
+def check_vocabulary(tokenizer: PreTrainedTokenizerFast, vocab_size: int, where: str | Path) -> None:
+    """Check that a model has an embedding for every token of a tokenizer.
+
+    Raises:
+        InputError: if the tokenizer has more tokens; the message begins with ``where``.
+    """
+    if len(tokenizer) > vocab_size:
+        raise InputError(
+            f"{where}: the tokenizer has {len(tokenizer)} tokens, the model {vocab_size}; expected at most as many, so "
+            "give the model its own tokenizer"
+        )
 
 
 def model_config(config: PolicyConfig, tokenizer: PreTrainedTokenizerFast | None = None) -> Any:  # noqa: ANN401
@@ -228,10 +279,13 @@ def load_tokenizer(path: str | Path) -> PreTrainedTokenizerFast:
     Raises:
         InputError: if there is none, or it has no end-of-sequence token.
     """
+    folder = Path(path)
+    if folder.is_dir() and not any(file for pattern in VOCABULARY_FILES for file in folder.glob(pattern)):
+        raise InputError(f"{path}: no tokenizer can be loaded (no tokenizer.json); {EXPECTED_DIRECTORY}")
     try:
         tokenizer = AutoTokenizer.from_pretrained(path, trust_remote_code=False)
-    except (OSError, ValueError, KeyError, AttributeError) as error:
-        raise InputError(f"{path}: no tokenizer can be loaded ({_first_line(error)})") from None
+    except Exception as error:  # as in load_model
+        raise InputError(f"{path}: no tokenizer can be loaded ({first_line(error)}); {EXPECTED_DIRECTORY}") from error
     if tokenizer.eos_token_id is None:
         raise InputError(f"{path}: the tokenizer has no end-of-sequence token")
     return tokenizer
@@ -244,9 +298,23 @@ def save_policy(policy: Policy, tokenizer: PreTrainedTokenizerFast, path: Path) 
 
 
 def context_length(path: str | Path) -> int:
-    """Read the longest sequence a saved model can represent, tokens."""
-    return int(AutoConfig.from_pretrained(path, trust_remote_code=False).max_position_embeddings)
+    """Read the longest sequence a saved model can represent, tokens.
+
+    Raises:
+        InputError: if the path has no configuration of a model, or one that does not say.
+    """
+    try:
+        return int(AutoConfig.from_pretrained(path, trust_remote_code=False).max_position_embeddings)
+    except Exception as error:  # as in load_model
+        raise InputError(
+            f"{path}: its config.json does not say how long a sequence may be ({first_line(error)}); "
+            f"{EXPECTED_DIRECTORY}"
+        ) from error
 
 
-def _first_line(error: Exception) -> str:
-    return (str(error).strip().splitlines() or [type(error).__name__])[0][:200]
+def first_line(error: Exception) -> str:
+    """Say in one line why something could not be loaded; of a pydantic error, the message and not the heading."""
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()] or [type(error).__name__]
+    if "validation error" in lines[0] and len(lines) > 1:
+        lines = [line.partition(" [type=")[0] for line in lines[1:] if not line.isidentifier()] or lines
+    return lines[0][:200]

@@ -47,6 +47,7 @@ TOKEN_DTYPES = {
     "experts": torch.uint8,
 }
 TOKEN_DIMENSIONS = {"log_distribution": 2, "top_ids": 2, "top_logprobs": 2, "experts": 3}
+UNREADABLE = (ValueError, RuntimeError, TypeError, OverflowError)
 LOGPROB_SLACK = 1e-4
 """Nats by which rounding can lift a log-prob above 0."""
 MASK_SCHEMA = pa.schema(
@@ -144,7 +145,7 @@ def read_rollouts(path: Path) -> tuple[list[Rollout], int]:
             for name in TOKEN_TENSORS:
                 if rollouts and (getattr(rollout, name) is None) != (getattr(rollouts[0], name) is None):
                     raise ValueError(f"{name} is present in some rows and missing in others; all or none must have it")
-        except (ValueError, RuntimeError, TypeError, OverflowError) as error:
+        except UNREADABLE as error:
             raise InputError(
                 f"{path}: row {number} is no rollout ({' '.join(str(error).split())}); sample the shard again with "
                 "trm-repro rollout"
@@ -176,8 +177,8 @@ def check_fits(path: Path, rollouts: Sequence[Rollout], model_config: Any) -> No
                 reason = f"{name} holds token {max(getattr(rollout, name))}, the policy's are 0 to {vocab_size - 1}"
         if longest is not None and num_tokens > longest:
             reason = f"prompt and response take {num_tokens} tokens, the policy's limit is {longest}"
-        if rollout.log_distribution is not None and rollout.log_distribution.shape[1] != vocab_size:
-            width = rollout.log_distribution.shape[1]
+        width = vocab_size if rollout.log_distribution is None else rollout.log_distribution.shape[1]
+        if width != vocab_size:
             reason = f"log_distribution is over {width} tokens, the policy's vocabulary has {vocab_size}"
         if rollout.top_ids is not None and int(rollout.top_ids.max()) >= vocab_size:
             reason = f"top_ids holds token {int(rollout.top_ids.max())}, the policy's are 0 to {vocab_size - 1}"
@@ -250,12 +251,13 @@ def read_masks(path: Path) -> list[MaskRow]:
                 sequence_id=_at_least_0(row["sequence_id"], "sequence_id"),
                 kept=row["kept"],
                 policy_logprobs=torch.tensor(row["policy_logprobs"], dtype=torch.float32),
-                token_kl=_shaped(row["token_kl"], [], torch.float32),
+                token_kl=None if row["token_kl"] is None else torch.tensor(row["token_kl"], dtype=torch.float32),
             )
             if mask.token_kl is not None and mask.token_kl.shape != mask.policy_logprobs.shape:
-                num_kl, num_tokens = len(mask.token_kl), len(mask.policy_logprobs)
-                raise ValueError(f"token_kl has {num_kl} values, policy_logprobs {num_tokens}")
-        except (ValueError, RuntimeError, TypeError, OverflowError) as error:
+                raise ValueError(
+                    f"{len(mask.token_kl)} values of token_kl, {len(mask.policy_logprobs)} of policy_logprobs"
+                )
+        except UNREADABLE as error:
             raise InputError(f"{path}: row {number} is no mask ({' '.join(str(error).split())})") from None
         rows.append(mask)
     return rows
@@ -332,11 +334,10 @@ def _to_rollout(row: dict[str, Any], shapes: dict[str, Any]) -> Rollout:
 def _token_tensor(name: str, values: list[float] | None, shape: list[int] | None) -> Tensor | None:
     if values is None:
         return None
-    if not (isinstance(shape, list) and all(type(size) is int and size > 0 for size in shape)):
-        raise ValueError(f"the file says shape {shape} for {name}; expected sizes >= 1")
-    if len(shape) != TOKEN_DIMENSIONS[name] - 1:
-        raise ValueError(f"the file says shape {shape} for {name}; expected {TOKEN_DIMENSIONS[name] - 1} sizes")
-    return _shaped(values, shape, TOKEN_DTYPES[name])
+    is_list = isinstance(shape, list) and all(type(size) is int and size > 0 for size in shape)
+    if shape is None or not is_list or len(shape) != TOKEN_DIMENSIONS[name] - 1:
+        raise ValueError(f"the file says shape {shape} for {name}; expected {TOKEN_DIMENSIONS[name] - 1} sizes >= 1")
+    return torch.tensor(values, dtype=TOKEN_DTYPES[name]).reshape(-1, *shape)
 
 
 def _check_values(rollout: Rollout) -> None:
@@ -348,22 +349,22 @@ def _check_values(rollout: Rollout) -> None:
     if not math.isfinite(rollout.advantage):
         raise ValueError(f"advantage is {rollout.advantage}; expected a finite number")
     for name in ("logprobs", "log_distribution", "top_logprobs"):
-        value = getattr(rollout, name)
-        if value is None:
-            continue
+        value = torch.zeros(0) if getattr(rollout, name) is None else getattr(rollout, name)
         if name != "logprobs" and bool(value.isnan().any()):
             raise ValueError(f"{name} holds NaN; expected log-probs")
         if bool((value > LOGPROB_SLACK).any()):
-            raise ValueError(f"{name} holds {value.nan_to_num(nan=-torch.inf).max():.4g}; log-probs are at most 0")
-    if (rollout.top_ids is None) != (rollout.top_logprobs is None):
-        raise ValueError("it has one of top_ids and top_logprobs; expected both or none")
-    if rollout.top_ids is not None and rollout.top_logprobs is not None:
-        if rollout.top_ids.shape != rollout.top_logprobs.shape:
-            num_ids, num_logprobs = rollout.top_ids.shape[1], rollout.top_logprobs.shape[1]
-            raise ValueError(f"each token has {num_ids} top_ids and {num_logprobs} top_logprobs")
-        _at_least_0(int(rollout.top_ids.min()), "top_ids")
-        if bool((rollout.top_ids.sort(dim=-1).values.diff(dim=-1) == 0).any()):
-            raise ValueError("top_ids names a token twice")
+            raise ValueError(f"{name} holds {value[value > LOGPROB_SLACK][0]:.4g}; log-probs are at most 0")
+    _check_top(rollout.top_ids, rollout.top_logprobs)
+
+
+def _check_top(ids: Tensor | None, logprobs: Tensor | None) -> None:
+    if ids is None and logprobs is None:
+        return
+    if ids is None or logprobs is None or ids.shape != logprobs.shape:
+        raise ValueError("top_ids and top_logprobs differ in shape; expected one log-prob for each id")
+    _at_least_0(int(ids.min()), "top_ids")
+    if bool((ids.sort(dim=-1).values.diff(dim=-1) == 0).any()):
+        raise ValueError("top_ids names a token twice")
 
 
 def _at_least_0(value: int, name: str) -> int:
@@ -374,12 +375,6 @@ def _at_least_0(value: int, name: str) -> int:
 
 def _flat(value: Tensor | None) -> np.ndarray | None:
     return None if value is None else value.reshape(-1).numpy()
-
-
-def _shaped(values: list[float] | None, shape: Sequence[int], dtype: torch.dtype) -> Tensor | None:
-    if values is None:
-        return None
-    return torch.tensor(values, dtype=dtype).reshape(-1, *shape)
 
 
 def _read(path: Path, kind: str, schema: pa.Schema, optional: Sequence[str]) -> pa.Table:

@@ -211,3 +211,55 @@ def test_the_page_on_theory_prints_our_table_1(capsys):
             assert published == settings[setting]["published"].get(names[title], "")
             assert paper == f"{settings[setting]['bounds']['paper'][names[title]]:.2f}"
             assert sharp == f"{settings[setting]['bounds']['sharp'][names[title]]:.2f}"
+
+
+@pytest.mark.parametrize(
+    ("name", "reason"),
+    [
+        ("/dev/full", "is a device or pipe"),
+        ("", "is a folder"),
+        ("bounds", "ends in ''"),
+        ("bounds.exe", "ends in '.exe'"),
+    ],
+)
+def test_a_plot_goes_to_a_picture_file_alone(tmp_path, monkeypatch, name, reason):
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(InputError, match=f"^--plot: .*{reason}.*; expected"):
+        run("--plot", name)
+    assert Path("/dev/full").is_char_device()
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_plot_that_cannot_be_written_leaves_nothing(tmp_path, monkeypatch):
+    from matplotlib.figure import Figure
+
+    def fail(figure, partial, **kwargs):
+        partial.write_text("half")
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(Figure, "savefig", fail)
+    with pytest.raises(InputError, match=r"bounds.png cannot be written \(No space left on device\)"):
+        run("--plot", str(tmp_path / "bounds.png"))
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.filterwarnings("error")
+def test_a_delta_near_the_largest_float_gives_infinite_bounds_and_no_warning(capsys):
+    payload = run_json(capsys, "--length", "5", "--delta", "1e308")
+    assert payload["inputs"]["kl_seq"] is None  # infinite
+    sharp = payload["bounds"]["sharp"]
+    assert sharp["unified"]["value"] == sharp["trivial"]["value"]
+    assert run("--length", "5", "--delta", "1e308") == 0
+    assert capsys.readouterr().err == ""
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--seed", "-1", "--verify", "3"], "--seed must be a whole number >= 0, got -1"),
+        (["--length", "5", "--delta", "0", "--plot", "x.png"], "--plot needs --delta above 0, got 0: its axis is"),
+    ],
+)
+def test_seed_and_delta_are_refused_in_the_commands_own_words(arguments, message):
+    with pytest.raises(InputError, match=f"^{message}"):
+        run(*arguments)

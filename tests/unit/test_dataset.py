@@ -107,3 +107,25 @@ def test_aime_is_thirty_problems_with_answers_below_a_thousand(test_data, year):
     problems = load_problems(test_data / f"aime{year}.jsonl")
     assert len({problem.prompt for problem in problems}) == 30
     assert all(0 <= int(problem.answer) <= 999 for problem in problems)
+
+
+def test_a_byte_order_mark_is_no_part_of_the_first_row(tmp_path):
+    path = tmp_path / "problems.jsonl"
+    path.write_bytes(b"\xef\xbb\xbf" + json.dumps({"problem": "1+1?", "answer": 2}).encode() + b"\n")
+    assert load_problems(path) == [Problem(id="1", prompt="1+1?", answer="2")]
+
+
+@pytest.mark.parametrize(("answer", "expected"), [("2.0", "2"), ("-7.0", "-7"), ("1e3", "1000"), ("-0.0", "0")])
+def test_a_number_that_is_a_whole_one_is_an_integer_however_it_is_written(write, answer, expected):
+    assert load_problems(write(f'{{"problem": "?", "answer": {answer}}}'))[0].answer == expected
+
+
+@pytest.mark.parametrize("answer", ["2.5", "1e300", "NaN", "Infinity", "9007199254740994.0"])
+def test_a_number_that_is_not_surely_a_whole_one_is_refused(write, answer):
+    assert "expected an integer" in refusal(write(f'{{"problem": "?", "answer": {answer}}}'))
+
+
+def test_whole_numbers_in_a_parquet_column_of_floats_are_integers(tmp_path):
+    path = tmp_path / "problems.parquet"
+    pq.write_table(pa.table({"problem": ["a", "b"], "answer": [2.0, 336.0]}), path)
+    assert [problem.answer for problem in load_problems(path)] == ["2", "336"]

@@ -191,3 +191,21 @@ def test_arguments_out_of_range_are_refused():
         ser_mask(log_ratio, mask[:, :1], 0.1)
     with pytest.raises(ValueError, match="differ in shape"):
         ln_trm_mask(log_ratio, mask[:, :1], epsilon=EPSILON, delta=DELTA, threshold=0.1)
+
+
+def test_a_response_mask_that_is_not_bool_is_refused():
+    values, mask = torch.zeros(2, 3), torch.ones(2, 3)
+    calls = [
+        lambda: ser_mask(values, mask, 0.1),
+        lambda: ln_trm_mask(values, mask, epsilon=0.1, delta=0.1, threshold=0.1),
+        lambda: future_weights(mask, epsilon=0.1, delta=0.1),
+    ]
+    for call in calls:
+        with pytest.raises(ValueError, match="response_mask must be bool"):
+            call()
+
+
+def test_without_any_token_every_sequence_is_kept():
+    values, mask = torch.zeros(2, 0), torch.zeros(2, 0, dtype=torch.bool)
+    assert ser_mask(values, mask, 0.1).tolist() == [True, True]
+    assert ln_trm_mask(values, mask, epsilon=0.1, delta=0.1, threshold=0.1).tolist() == [True, True]

@@ -158,3 +158,36 @@ def test_the_random_mask_depends_on_its_generator_alone():
 def test_the_random_mask_cannot_keep_more_than_there_are(num_kept):
     with pytest.raises(ValueError, match=f"between 0 and 3, got {num_kept}"):
         random_mask(3, num_kept, torch.Generator())
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.int64, torch.uint8])
+def test_a_response_mask_that_is_not_bool_is_refused(dtype):
+    values, mask = torch.zeros(2, 3), torch.ones(2, 3, dtype=dtype)
+    calls = [
+        lambda: max_divergence_mask(values, mask, 0.1),
+        lambda: mean_divergence_mask(values, mask, 0.1),
+        lambda: sequence_mask(values, mask, max_threshold=0.1),
+        lambda: finite_mask(values, mask),
+    ]
+    for call in calls:
+        with pytest.raises(ValueError, match="response_mask must be bool"):
+            call()
+
+
+def test_without_any_token_every_sequence_is_kept():
+    values, mask = torch.zeros(2, 0), torch.zeros(2, 0, dtype=torch.bool)
+    assert max_divergence_mask(values, mask, 0.1).tolist() == [True, True]
+    assert mean_divergence_mask(values, mask, 0.1).tolist() == [True, True]
+    assert sequence_mask(values, mask, max_threshold=0.1, avg_threshold=0.1).tolist() == [True, True]
+    assert finite_mask(values, mask).tolist() == [True, True]
+
+
+def test_negative_divergences_are_compared_as_they_are():
+    values, mask = torch.tensor([[-1.0, -2.0], [-1.0, 0.5]]), torch.ones(2, 2, dtype=torch.bool)
+    assert max_divergence_mask(values, mask, 0.1).tolist() == [True, False]
+    assert mean_divergence_mask(values, mask, 0.1).tolist() == [True, True]
+
+
+def test_a_log_ratio_of_another_shape_than_the_mask_is_refused():
+    with pytest.raises(ValueError, match="differ in shape"):
+        finite_mask(torch.zeros(2, 3), torch.ones(2, 1, dtype=torch.bool))

@@ -1,8 +1,10 @@
+import json
 import math
 from dataclasses import replace
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 
 from tests.unit.builders import (
     EXPERTS_PER_TOKEN,
@@ -19,6 +21,7 @@ from trm_repro.policy import (
     build_policy,
     build_tokenizer,
     context_length,
+    first_line,
     load_tokenizer,
     model_config,
     predicting_positions,
@@ -209,3 +212,87 @@ def test_the_tokenizer_has_one_token_per_character_after_a_beginning():
 def test_the_tokens_of_the_batch_docstring_are_the_miniatures():
     assert TOKENIZER("4+8=").input_ids == [1, 8, 14, 12, 15]
     assert TOKENIZER("4+8=2;#2", add_special_tokens=False).input_ids == [8, 14, 12, 15, 6, 16, 17, 6]
+
+
+@pytest.fixture
+def saved(tmp_path):
+    save_policy(tiny_policy(tie_word_embeddings=False), TOKENIZER, tmp_path)
+    return tmp_path
+
+
+def refusal(call, *arguments):
+    with pytest.raises(InputError) as raised:
+        call(*arguments)
+    assert "\n" not in str(raised.value)
+    return str(raised.value)
+
+
+def build_from(path):
+    return build_policy(PolicyConfig(path=str(path)), TOKENIZER, seed=0)
+
+
+def truncated(path):
+    path.write_bytes(path.read_bytes()[:-1000])
+
+
+def without_a_tensor(path):
+    weights = load_file(path)
+    weights.pop("lm_head.weight")
+    save_file(weights, path, metadata={"format": "pt"})
+
+
+@pytest.mark.parametrize(
+    "damage",
+    [truncated, without_a_tensor, lambda path: path.write_bytes(b""), lambda path: path.unlink()],
+    ids=["truncated", "without a tensor", "empty", "missing"],
+)
+def test_damaged_weights_are_refused_by_the_key_of_their_directory(saved, damage):
+    damage(saved / "model.safetensors")
+    message = refusal(build_from, saved)
+    assert message.startswith(f"policy.path={saved}: no model can be loaded (")
+    assert "expected config.json, model.safetensors and tokenizer.json" in message
+
+
+@pytest.mark.parametrize("text", ["[]", "{}", "", "null", '"x"', '{"model_type": "no such"}'])
+def test_a_configuration_that_is_none_is_refused_wherever_it_is_read(saved, text):
+    (saved / "config.json").write_text(text)
+    assert refusal(build_from, saved).startswith(f"policy.path={saved}: ")
+    assert refusal(context_length, saved).startswith(f"{saved}: its config.json does not say how long")
+
+
+def test_weights_of_another_size_than_the_configuration_are_refused(saved):
+    config = json.loads((saved / "config.json").read_text())
+    (saved / "config.json").write_text(json.dumps(config | {"intermediate_size": 7}))
+    assert "no model can be loaded (" in refusal(build_from, saved)
+
+
+def test_a_model_without_the_parts_that_scoring_uses_is_refused(tmp_path):
+    from transformers import BertConfig, BertLMHeadModel
+
+    sizes = {"hidden_size": 8, "num_hidden_layers": 1, "num_attention_heads": 1, "intermediate_size": 8}
+    BertLMHeadModel(BertConfig(vocab_size=18, **sizes)).save_pretrained(tmp_path)
+    assert "a BertLMHeadModel cannot be scored; expected a causal model" in refusal(build_from, tmp_path)
+
+
+def test_a_tokenizer_with_more_tokens_than_the_model_is_refused(saved):
+    large = build_tokenizer("abcdefghijklmnopqrstuvwxyz")
+    message = refusal(build_policy, PolicyConfig(path=str(saved)), large, 0)
+    assert "the tokenizer has 30 tokens, the model 18" in message
+
+
+def test_a_directory_with_a_model_alone_has_no_tokenizer(tmp_path):
+    tiny_policy().model.save_pretrained(tmp_path)
+    assert refusal(load_tokenizer, tmp_path).startswith(f"{tmp_path}: no tokenizer can be loaded (no tokenizer.json)")
+
+
+@pytest.mark.parametrize("text", ["", "[]", "{}", "not json"])
+def test_a_damaged_tokenizer_is_refused(saved, text):
+    (saved / "tokenizer.json").write_text(text)
+    assert refusal(load_tokenizer, saved).startswith(f"{saved}: no tokenizer can be loaded (")
+
+
+def test_the_reason_of_a_validation_error_is_its_message_and_not_its_heading():
+    text = "1 validation error for ModelConfig\n  Value error, no such model [type=value_error, input_value=1]\n    For"
+    assert first_line(ValueError(text)) == "Value error, no such model"
+    assert first_line(ValueError("model\n  more")) == "model"
+    assert first_line(KeyError()) == "KeyError"

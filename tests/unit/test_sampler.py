@@ -186,3 +186,12 @@ def test_probe_contexts_are_beginnings_of_solved_problems_and_the_same_for_every
         if equals:
             problem = make_problem([int(operand) for operand in prompt.split("+")])
             assert f"{problem.prompt}{problem.solution}".startswith(text)
+
+
+@pytest.mark.timeout(5)
+def test_far_more_held_out_problems_than_there_are_is_refused_at_once():
+    config = config_for(evaluation=EvaluationConfig(num_problems=1_000_000))
+    with pytest.raises(
+        InputError, match="not 1000000 different problems of 2 to 3 operands, only 1100; lower evaluation"
+    ):
+        held_out_problems(config)

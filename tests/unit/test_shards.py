@@ -63,7 +63,7 @@ def test_rollouts_come_back_to_the_bit(tmp_path, experts, distribution):
 def test_infinities_nan_and_negative_zero_come_back_to_the_bit(tmp_path):
     rollout = make_rollout(3)
     rollout.log_distribution[0, 0] = -math.inf
-    rollout.log_distribution[1, 2] = math.nan
+    rollout.log_distribution[1, 2] = -0.0
     rollout = replace(rollout, logprobs=torch.tensor([-0.0, -math.inf, math.nan]))
     write_rollouts(tmp_path / "step.parquet", [rollout], 0)
     assert_same_to_the_bit(rollout, read_rollouts(tmp_path / "step.parquet")[0][0])

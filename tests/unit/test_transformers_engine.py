@@ -7,6 +7,7 @@ import torch
 from tests.unit.builders import TOKENIZER, VOCAB_SIZE, tiny_policy
 from trm_repro.batch import Rollout, RolloutBatch
 from trm_repro.config_sections import RolloutConfig
+from trm_repro.errors import InputError
 from trm_repro.policy import save_policy
 from trm_repro.rollout import SamplingRequest, SamplingSettings
 from trm_repro.rollout.precision import round_weight
@@ -242,3 +243,16 @@ def test_nothing_outside_the_nucleus_is_sampled(policy, engine):
     for completion in completions:
         token = completion.token_ids[0]
         assert completion.logprobs.item() == pytest.approx(math.log(probs[token] / mass), abs=1e-4)
+
+
+def test_more_of_the_likeliest_tokens_than_there_are_gives_all_of_them(engine):
+    settings = SamplingSettings(max_tokens=3, distribution="top_k", num_top=VOCAB_SIZE + 50)
+    for completion in engine.sample(requests_for(PROMPTS), settings):
+        assert completion.top_ids.shape == completion.top_logprobs.shape == (len(completion.token_ids), VOCAB_SIZE)
+        assert sorted(completion.top_ids[0].tolist()) == list(range(VOCAB_SIZE))
+
+
+def test_a_directory_without_a_model_is_refused_by_its_name(tmp_path):
+    with pytest.raises(InputError, match="no model can be loaded") as raised:
+        start(tmp_path)
+    assert str(raised.value).startswith(f"{tmp_path}: ")

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from trm_repro.divergence import MAX_LOG_RATIO, masked_mean
-from trm_repro.masks.trust_region import finite_mask
+from trm_repro.masks.trust_region import check_bool, check_tokens, finite_mask
 
 
 @torch.no_grad()
@@ -29,7 +29,7 @@ def ln_trm_mask(log_ratio: Tensor, response_mask: Tensor, *, epsilon: float, del
         ``[B]`` bool.
 
     Raises:
-        ValueError: if the shapes differ or a number is out of range.
+        ValueError: if the shapes differ, the mask is not bool or a number is out of range.
     """
     _check_threshold(threshold)
     average = weighted_ratio_deviation(log_ratio, response_mask, epsilon=epsilon, delta=delta)  # [B]
@@ -52,7 +52,7 @@ def ser_mask(log_ratio: Tensor, response_mask: Tensor, threshold: float) -> Tens
         ``[B]`` bool.
 
     Raises:
-        ValueError: if the shapes differ or the threshold is not positive.
+        ValueError: if the shapes differ, the mask is not bool or the threshold is not positive.
     """
     _check_threshold(threshold)
     average = mean_ratio_deviation(log_ratio, response_mask)  # [B]
@@ -76,7 +76,7 @@ def weighted_ratio_deviation(log_ratio: Tensor, response_mask: Tensor, *, epsilo
         positive weight need not show: combine with `finite_mask`.
 
     Raises:
-        ValueError: if the shapes differ or a number is out of range.
+        ValueError: if the shapes differ, the mask is not bool or a number is out of range.
     """
     deviation = ratio_deviation(log_ratio, response_mask)  # [B, T]
     weights = future_weights(response_mask, epsilon=epsilon, delta=delta).to(deviation.dtype)  # [B, T]
@@ -111,8 +111,9 @@ def future_weights(response_mask: Tensor, *, epsilon: float, delta: float) -> Te
         ``[B, T]`` float32 in [0, 1]; 0 on padding.
 
     Raises:
-        ValueError: if a number is out of range.
+        ValueError: if the mask is not bool or a number is out of range.
     """
+    check_bool(response_mask)
     if not 0 < epsilon <= 1:
         raise ValueError(f"epsilon must be in (0, 1], got {epsilon}")
     if not delta > 0:
@@ -138,12 +139,9 @@ def ratio_deviation(log_ratio: Tensor, response_mask: Tensor) -> Tensor:
         ``[B, T]`` float, >= 0.
 
     Raises:
-        ValueError: if the shapes differ.
+        ValueError: if the shapes differ or the mask is not bool.
     """
-    if log_ratio.shape != response_mask.shape:
-        raise ValueError(
-            f"log_ratio {tuple(log_ratio.shape)} and response_mask {tuple(response_mask.shape)} differ in shape"
-        )
+    check_tokens("log_ratio", log_ratio, response_mask)
     deviation = torch.expm1(log_ratio.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)).abs()
     return torch.where(response_mask, deviation, 0.0)
 

@@ -1,7 +1,8 @@
 """Trust-region masks: a sequence is kept when its token divergences stay within a threshold.
 
 Shape letters: B sequences, T response tokens. An empty response (no True in its mask row) has
-divergence 0 and is kept; a NaN divergence rejects its sequence, an infinite one too unless the threshold is.
+divergence 0 and is kept, also where T = 0; a NaN divergence rejects its sequence, an infinite one too unless the
+threshold is. Negative divergences, which estimators such as k1 give, are compared as they are.
 """
 
 import torch
@@ -23,9 +24,11 @@ def max_divergence_mask(token_divergence: Tensor, response_mask: Tensor, thresho
         ``[B]`` bool.
 
     Raises:
-        ValueError: if the shapes differ or the threshold is not positive.
+        ValueError: if the shapes differ, the mask is not bool or the threshold is not positive.
     """
     _check(token_divergence, response_mask, threshold)
+    if token_divergence.shape[-1] == 0:
+        return torch.ones(token_divergence.shape[:-1], dtype=torch.bool, device=token_divergence.device)
     largest = torch.where(response_mask, token_divergence, 0.0).amax(dim=-1)  # [B], NaN if any token is NaN
     return largest <= threshold
 
@@ -45,7 +48,7 @@ def mean_divergence_mask(token_divergence: Tensor, response_mask: Tensor, thresh
         ``[B]`` bool.
 
     Raises:
-        ValueError: if the shapes differ or the threshold is not positive.
+        ValueError: if the shapes differ, the mask is not bool or the threshold is not positive.
     """
     _check(token_divergence, response_mask, threshold)
     total = torch.where(response_mask, token_divergence, 0.0).sum(dim=-1)  # [B]
@@ -73,7 +76,7 @@ def sequence_mask(
         ``[B]`` bool.
 
     Raises:
-        ValueError: if no threshold is given, one is not positive, or the shapes differ.
+        ValueError: if no threshold is given, one is not positive, the shapes differ or the mask is not bool.
     """
     if max_threshold is None and avg_threshold is None:
         raise ValueError("give max_threshold, avg_threshold or both")
@@ -95,15 +98,30 @@ def finite_mask(log_ratio: Tensor, response_mask: Tensor) -> Tensor:
 
     Returns:
         ``[B]`` bool.
+
+    Raises:
+        ValueError: if the shapes differ or the mask is not bool.
     """
+    check_tokens("log_ratio", log_ratio, response_mask)
     return (log_ratio.isfinite() | ~response_mask).all(dim=-1)
 
 
-def _check(token_divergence: Tensor, response_mask: Tensor, threshold: float) -> None:
-    if token_divergence.shape != response_mask.shape:
+def check_tokens(name: str, values: Tensor, response_mask: Tensor) -> None:
+    """Raise ValueError unless values and mask are of one shape ``[B, T]`` and the mask is bool."""
+    check_bool(response_mask)
+    if values.shape != response_mask.shape:
+        raise ValueError(f"{name} {tuple(values.shape)} and response_mask {tuple(response_mask.shape)} differ in shape")
+
+
+def check_bool(response_mask: Tensor) -> None:
+    """Raise ValueError unless the mask is bool; a mask of numbers would index or weigh where it should select."""
+    if response_mask.dtype != torch.bool:
         raise ValueError(
-            f"token_divergence {tuple(token_divergence.shape)} and response_mask {tuple(response_mask.shape)} "
-            "differ in shape"
+            f"response_mask must be bool, True on response tokens, got {response_mask.dtype}; use mask.bool()"
         )
+
+
+def _check(token_divergence: Tensor, response_mask: Tensor, threshold: float) -> None:
+    check_tokens("token_divergence", token_divergence, response_mask)
     if not threshold > 0:
         raise ValueError(f"the threshold must be > 0, got {threshold}")

@@ -113,19 +113,30 @@ def with_advantages(rollouts: list[Rollout], epsilon: float) -> list[Rollout]:
 
 
 def held_out_problems(config: RunConfig) -> list[Problem]:
-    """Draw the run's held-out problems, which depend on its seed and are never trained on in it."""
+    """Draw the run's held-out problems, which depend on its seed and are never trained on in it.
+
+    Raises:
+        InputError: if there are not so many different problems.
+    """
     task = ChainArithmetic(config.task.min_operands, config.task.max_operands)
     count = max(config.evaluation.num_problems, config.evaluation.num_sampled_problems)
-    rng = random.Random(derive_seed(config.seed, "held-out problems"))
+    num_problems = 0
+    for length in range(config.task.min_operands, config.task.max_operands + 1):
+        num_problems += 10**length
+        if num_problems >= count:
+            break
     drawn: dict[str, Problem] = {}
-    for _ in range(100):
-        for problem in task.sample(count, rng):
-            drawn.setdefault(problem.id, problem)
-        if len(drawn) >= count:
-            return list(drawn.values())[:count]
+    if num_problems >= count:
+        rng = random.Random(derive_seed(config.seed, "held-out problems"))
+        for _ in range(100):
+            for problem in task.sample(count, rng):
+                drawn.setdefault(problem.id, problem)
+            if len(drawn) >= count:
+                return list(drawn.values())[:count]
     raise InputError(
         f"there are not {count} different problems of {config.task.min_operands} to {config.task.max_operands} "
-        "operands; lower evaluation.num_problems or raise task.max_operands"
+        f"operands, only {max(num_problems, len(drawn))}; lower evaluation.num_problems and "
+        "evaluation.num_sampled_problems, or raise task.max_operands"
     )
 
 

@@ -5,9 +5,9 @@ from pathlib import Path
 
 import torch
 from torch import Tensor
-from transformers import AutoModelForCausalLM
 
 from trm_repro.config_sections import RolloutConfig
+from trm_repro.policy import load_model
 from trm_repro.rollout.engine import Completion, SamplingRequest, SamplingSettings
 from trm_repro.rollout.precision import compute_dtype, round_weight
 
@@ -21,10 +21,13 @@ class TransformersEngine:
         Args:
             config: the rollout section.
             model_path: directory with weights, configuration and tokenizer.
+
+        Raises:
+            InputError: if the directory holds no model that can be loaded.
         """
         self.precision = config.precision
         self.max_concurrent_sequences = config.max_concurrent_sequences
-        model = AutoModelForCausalLM.from_pretrained(model_path, dtype=torch.float32, trust_remote_code=False)
+        model = load_model(model_path)
         weights = model.state_dict()
         self.model = model.to(compute_dtype(config.precision)).eval()
         self.load_weights(weights)
@@ -92,7 +95,7 @@ class TransformersEngine:
         length = ends[0] + 1 if ends else len(tokens)
         distribution = torch.stack([step[1][row] for step in steps[:length]])  # [T, V]
         experts = [step[2][row] for step in steps[:length] if step[2] is not None]
-        top = distribution.topk(settings.num_top) if settings.distribution == "top_k" else None
+        top = distribution.topk(min(settings.num_top, self.vocab_size)) if settings.distribution == "top_k" else None
         return Completion(
             token_ids=tuple(tokens[:length]),
             logprobs=distribution.gather(-1, torch.tensor(tokens[:length])[:, None]).squeeze(-1),

@@ -10,6 +10,8 @@ from trm_repro.tasks.problems import Grade, Problem, Response
 
 PROMPT_KEYS = ("problem", "question", "prompt")
 ANSWER_KEYS = ("answer", "gold", "label")
+LARGEST_EXACT_FLOAT = 2**53
+"""Above it a float64 no longer tells neighbouring integers apart."""
 
 
 class DatasetTask:
@@ -25,7 +27,7 @@ def load_problems(path: Path) -> list[Problem]:
 
     Args:
         path: a file whose rows have a problem (``problem``, ``question`` or ``prompt``), an integer answer
-            (``answer``, ``gold`` or ``label``; text or number) and, if they like, an ``id``.
+            (``answer``, ``gold`` or ``label``; text or number, 2.0 too) and, if they like, an ``id``.
 
     Returns:
         The problems in the file's order; rows without an id are numbered.
@@ -47,7 +49,7 @@ def load_problems(path: Path) -> list[Problem]:
 def _read_jsonl(path: Path) -> list[Any]:
     rows = []
     try:
-        with path.open(encoding="utf-8") as lines:
+        with path.open(encoding="utf-8-sig") as lines:
             for number, line in enumerate(lines, start=1):
                 if line.strip():
                     try:
@@ -77,6 +79,8 @@ def _to_problem(row: object, where: str, number: int) -> Problem:
     if prompt is None:
         raise InputError(f"{where}: expected text under one of {', '.join(PROMPT_KEYS)}, found keys {sorted(row)}")
     answer = next((row[key] for key in ANSWER_KEYS if row.get(key) is not None), None)
+    if isinstance(answer, float) and answer.is_integer() and abs(answer) <= LARGEST_EXACT_FLOAT:
+        answer = int(answer)
     normalized = None if answer is None else normalize_integer(str(answer))
     if normalized is None:
         raise InputError(f"{where}: expected an integer under one of {', '.join(ANSWER_KEYS)}, got {answer!r}")

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from trm_repro.config_sections import RolloutConfig
 from trm_repro.errors import FaultError, InputError
+from trm_repro.policy import first_line, load_model
 from trm_repro.rollout.engine import Completion, SamplingRequest, SamplingSettings
 from trm_repro.rollout.precision import compute_dtype, round_weight
 from trm_repro.rollout.vllm.weights import checkpoint_weights
@@ -41,7 +42,7 @@ class VllmEngine:
             max_length: longest prompt and response together, tokens.
 
         Raises:
-            InputError: if vLLM is not installed.
+            InputError: if vLLM is not installed or does not start on the directory.
         """
         for name, value in ENVIRONMENT.items():
             os.environ.setdefault(name, value)
@@ -63,22 +64,28 @@ class VllmEngine:
                 "enable_chunked_prefill": False,
                 "max_num_batched_tokens": max(CPU_BATCH_TOKENS, model_length),
             }
-        self.llm = LLM(
-            model=str(model_path),
-            dtype=str(compute_dtype(config.precision)).removeprefix("torch."),
-            max_model_len=model_length,
-            kv_cache_memory_bytes=config.kv_cache_bytes,
-            max_num_seqs=config.max_concurrent_sequences,
-            enable_prefix_caching=config.prefix_caching,
-            max_logprobs=-1,
-            logprobs_mode="processed_logprobs",
-            worker_extension_cls="trm_repro.rollout.vllm.worker.WorkerExtension",
-            trust_remote_code=False,
-            disable_log_stats=True,
-            use_tqdm_on_load=False,
-            seed=0,
-            **on_cpu,
-        )
+        try:
+            self.llm = LLM(
+                model=str(model_path),
+                dtype=str(compute_dtype(config.precision)).removeprefix("torch."),
+                max_model_len=model_length,
+                kv_cache_memory_bytes=config.kv_cache_bytes,
+                max_num_seqs=config.max_concurrent_sequences,
+                enable_prefix_caching=config.prefix_caching,
+                max_logprobs=-1,
+                logprobs_mode="processed_logprobs",
+                worker_extension_cls="trm_repro.rollout.vllm.worker.WorkerExtension",
+                trust_remote_code=False,
+                disable_log_stats=True,
+                use_tqdm_on_load=False,
+                seed=0,
+                **on_cpu,
+            )
+        except Exception as error:  # pydantic's, safetensors', transformers' or torch's, as the directory is damaged
+            raise InputError(
+                f"{model_path}: vLLM does not start on it ({first_line(error)}); expected a model it supports, with "
+                "config.json, model.safetensors and tokenizer.json"
+            ) from error
         hf_config = self.llm.llm_engine.model_config.hf_config
         self.vocab_size = int(hf_config.vocab_size)
         top_k = getattr(hf_config, "num_experts_per_tok", None)
@@ -104,7 +111,9 @@ class VllmEngine:
                 top_p=settings.top_p,
                 max_tokens=settings.max_tokens,
                 seed=request.seed,
-                logprobs={"full": -1, "top_k": settings.num_top, "sampled": 0}[settings.distribution],
+                logprobs={"full": -1, "top_k": min(settings.num_top, self.vocab_size), "sampled": 0}[
+                    settings.distribution
+                ],
                 flat_logprobs=True,
                 detokenize=False,
             )
@@ -162,7 +171,4 @@ class VllmEngine:
 
     def _round_loaded_weights(self, model_path: Path) -> None:
         """Round the weights vLLM read from disk, as every later sync does."""
-        from transformers import AutoModelForCausalLM
-
-        model = AutoModelForCausalLM.from_pretrained(model_path, dtype=torch.float32, trust_remote_code=False)
-        self.load_weights(model.state_dict())
+        self.load_weights(load_model(model_path).state_dict())
