@@ -12,7 +12,7 @@ from trm_repro.rollout.precision import round_weight
 from trm_repro.rollout.sampler import chain_probe_contexts
 from trm_repro.rollout.synced_engine import SyncedEngine, policy_weights
 
-CONTEXTS = chain_probe_contexts(RunConfig(), TOKENIZER)[:24]
+CONTEXTS = chain_probe_contexts(RunConfig(), TOKENIZER)[:16]
 FACTOR = 5.0
 
 
@@ -164,9 +164,9 @@ def test_a_few_flipped_contexts_pass_and_many_do_not(policy):
     probe, engine = probe_for(policy), FakeEngine(policy)
     weights = policy_weights(policy)
     probe.start(engine, weights)
-    engine.num_flipped = 1  # of 24
+    engine.num_flipped = 1  # of 16
     probe.check(engine, weights, version=1)
-    engine.num_flipped = 12
+    engine.num_flipped = 8
     with pytest.raises(FaultError, match="stale weights"):
         probe.check(engine, weights, version=1)
 
