@@ -9,6 +9,7 @@ from typing import get_args
 import pytest
 import yaml
 
+from pipelines.config import config_text
 from trm_repro.config import CONF_DIR, RunConfig, arm_names, derive_seed, load_arm, load_config, to_yaml
 from trm_repro.config_sections import LossName, MaskCriterion
 from trm_repro.errors import InputError
@@ -35,10 +36,17 @@ def all_leaf_keys(values: dict, prefix: str = "") -> set[str]:
     return keys
 
 
-def test_miniature_file_writes_out_every_default():
-    written = yaml.safe_load((CONF_DIR / "miniature.yaml").read_text())
+def test_miniature_file_is_what_the_config_command_prints():
+    written = (CONF_DIR / "miniature.yaml").read_text()
+    assert written == config_text(RunConfig()), "run: trm-repro config > conf/miniature.yaml"
     assert load_config([CONF_DIR / "miniature.yaml"]) == RunConfig()
-    assert all_leaf_keys(written) == all_leaf_keys(yaml.safe_load(to_yaml(RunConfig())))
+    assert all_leaf_keys(yaml.safe_load(written)) == all_leaf_keys(yaml.safe_load(to_yaml(RunConfig())))
+
+
+def test_config_command_writes_names_that_yaml_would_read_as_something_else(tmp_path: Path):
+    config = load_config([], ["tracking.experiment='1e3: # yes'", "evaluation.length_operands=[]", "arm=off"])
+    (tmp_path / "written.yaml").write_text(config_text(config))
+    assert load_config([tmp_path / "written.yaml"]) == config
 
 
 @pytest.mark.parametrize("path", ALL_FILES, ids=lambda path: str(path.relative_to(CONF_DIR)))

@@ -1,0 +1,44 @@
+"""The sections of a run's configuration: frozen dataclasses whose defaults are the CPU miniature.
+
+Every field has a default and a one-line meaning under it; ranges are checked in ``__post_init__``.
+Imports the standard library only; `trm_repro.config` joins the sections and loads files.
+"""
+
+from trm_repro.config_sections.checks import (
+    require,
+    require_at_least,
+    require_fraction,
+    require_plain_name,
+    require_positive,
+)
+from trm_repro.config_sections.evaluation import EvaluationConfig
+from trm_repro.config_sections.experiment import OutputConfig, ReproduceConfig, TrackingConfig
+from trm_repro.config_sections.mask import MaskConfig, MaskCriterion, MaxEstimator, MeanEstimator
+from trm_repro.config_sections.policy import PolicyConfig, WarmStartConfig
+from trm_repro.config_sections.rollout import Precision, RolloutConfig
+from trm_repro.config_sections.task import TaskConfig
+from trm_repro.config_sections.update import LossConfig, LossName, UpdateConfig
+
+__all__ = [
+    "EvaluationConfig",
+    "LossConfig",
+    "LossName",
+    "MaskConfig",
+    "MaskCriterion",
+    "MaxEstimator",
+    "MeanEstimator",
+    "OutputConfig",
+    "PolicyConfig",
+    "Precision",
+    "ReproduceConfig",
+    "RolloutConfig",
+    "TaskConfig",
+    "TrackingConfig",
+    "UpdateConfig",
+    "WarmStartConfig",
+    "require",
+    "require_at_least",
+    "require_fraction",
+    "require_plain_name",
+    "require_positive",
+]
