@@ -8,9 +8,11 @@ TORCH_INDEX ?= https://download.pytorch.org/whl/cpu
 PIP := $(BIN)/python -m pip --disable-pip-version-check
 TORCH := $(shell grep '^torch==' requirements/cpu.txt)
 ARGS ?=
+# The Docker images' base, by digest; looked up once when a docker target runs.
+BASE_DIGEST ?= $(shell docker buildx imagetools inspect python:3.11-slim-bookworm --format '{{.Manifest.Digest}}')
 
 .DEFAULT_GOAL := help
-.PHONY: help setup reproduce report test check bench clean
+.PHONY: help setup reproduce report test check bench docker-digest docker-cpu docker-gpu docker-lint clean
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-10s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -44,9 +46,22 @@ check: setup ## lint, types, import rules
 	@$(BIN)/ruff format --check .
 	@$(BIN)/mypy
 	@$(BIN)/lint-imports
+	@$(BIN)/hadolint Dockerfile
 
 bench: setup ## measure the engine's gap and print a table
 	@$(BIN)/python benchmarks/engine_gap.py $(ARGS)
+
+docker-digest: ## print the digest of the Docker images' base, for compose.yaml
+	@echo $(BASE_DIGEST)
+
+docker-cpu: ## build the image that runs the miniature
+	docker build --target cpu --build-arg BASE_DIGEST=$(BASE_DIGEST) --tag trm-repro-cpu .
+
+docker-gpu: ## build the image that runs the paper's setting
+	docker build --target gpu --build-arg BASE_DIGEST=$(BASE_DIGEST) --tag trm-repro-gpu .
+
+docker-lint: setup ## lint the Dockerfile
+	@$(BIN)/hadolint Dockerfile
 
 clean: ## delete the environment and caches; runs/ stays
 	@rm -rf $(VENV) *.egg-info .mypy_cache .ruff_cache .pytest_cache .import_linter_cache .hypothesis

@@ -17,6 +17,8 @@ COMMANDS = {
     "grade": "grade responses in a file of {gold, response} lines, and print why",
     "report": "draw figures and write the report from MLflow",
     "lengths": "measure how each gate's rejection grows with response length (the paper's Table 2)",
+    "plan": "print memory, operations, storage and time of a run on GPUs before it is started",
+    "doctor": "check GPUs, versions, disk, memory, hub, tracking server and ports",
     "config": "print a configuration in full, each key with its meaning",
     "bounds": "print the paper's bounds and ours, Table 1 among them",
 }

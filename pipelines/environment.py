@@ -33,8 +33,12 @@ def git_commit() -> str:
 
 
 def lock_file() -> Path:
-    """Return the lock this setup was installed from."""
-    return ROOT / "requirements" / "cpu.txt"
+    """Return the lock this setup was installed from: the GPU's where vLLM proper is installed, else the CPU's."""
+    try:
+        metadata.version("vllm")
+    except metadata.PackageNotFoundError:
+        return ROOT / "requirements" / "cpu.txt"
+    return ROOT / "requirements" / "gpu.txt"
 
 
 def _git(*arguments: str) -> str:

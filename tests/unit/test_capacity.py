@@ -1,0 +1,157 @@
+import dataclasses
+
+import pytest
+import torch
+from torch.utils.flop_counter import FlopCounterMode
+from transformers import Qwen3Config, Qwen3ForCausalLM, Qwen3MoeConfig, Qwen3MoeForCausalLM
+
+from trm_repro.capacity import (
+    GPUS,
+    Efficiency,
+    ModelShape,
+    Trainer,
+    Workload,
+    stage_costs,
+    stored_bytes_per_token,
+    trainer_memory,
+)
+
+QWEN3_8B = ModelShape(
+    hidden_size=4096,
+    num_layers=36,
+    num_attention_heads=32,
+    num_key_value_heads=8,
+    head_dim=128,
+    intermediate_size=12288,
+    vocab_size=151936,
+    tie_word_embeddings=False,
+)
+DENSE = ModelShape(
+    hidden_size=32,
+    num_layers=3,
+    num_attention_heads=4,
+    num_key_value_heads=2,
+    head_dim=16,
+    intermediate_size=48,
+    vocab_size=50,
+    tie_word_embeddings=True,
+)
+EXPERTS = dataclasses.replace(DENSE, num_experts=6, num_experts_per_token=2, tie_word_embeddings=False)
+TRAINER = Trainer(
+    num_ranks=8,
+    optimizer_moments=2,
+    is_checkpointing=True,
+    is_offloading=False,
+    tokens_per_micro_batch=1000,
+    chunk_tokens=100,
+)
+WORK = Workload(num_sequences=16, prompt_tokens=10, response_tokens=90, num_epochs=1, is_exact=False)
+
+
+def build(shape: ModelShape) -> torch.nn.Module:
+    sizes = {
+        "hidden_size": shape.hidden_size,
+        "num_hidden_layers": shape.num_layers,
+        "num_attention_heads": shape.num_attention_heads,
+        "num_key_value_heads": shape.num_key_value_heads,
+        "head_dim": shape.head_dim,
+        "intermediate_size": shape.intermediate_size,
+        "vocab_size": shape.vocab_size,
+        "tie_word_embeddings": shape.tie_word_embeddings,
+    }
+    if shape.num_experts == 1:
+        return Qwen3ForCausalLM(Qwen3Config(**sizes, attn_implementation="eager"))
+    sizes |= {"moe_intermediate_size": shape.intermediate_size, "num_experts": shape.num_experts}
+    return Qwen3MoeForCausalLM(Qwen3MoeConfig(**sizes, num_experts_per_tok=shape.num_experts_per_token))
+
+
+@pytest.mark.parametrize("shape", [DENSE, EXPERTS], ids=["dense", "experts"])
+def test_parameters_are_those_of_the_real_model(shape: ModelShape):
+    assert shape.num_parameters == sum(weight.numel() for weight in build(shape).parameters())
+
+
+def test_qwen3_8b_has_8_19_billion_parameters_and_144_kib_of_cache_per_token():
+    with torch.device("meta"):
+        model = build(QWEN3_8B)
+    assert QWEN3_8B.num_parameters == sum(weight.numel() for weight in model.parameters()) == 8_190_735_360
+    assert QWEN3_8B.key_value_bytes_per_token == 144 * 1024
+
+
+def test_operations_of_a_forward_pass_are_those_a_counter_finds():
+    model, length = build(DENSE), 24
+    with FlopCounterMode(display=False) as counter, torch.no_grad():
+        model(input_ids=torch.zeros(1, length, dtype=torch.long))
+    # The counter takes attention as a full square; causal attention needs half of it.
+    assert counter.get_total_flops() == length * DENSE.flops_per_token + 2 * DENSE.attention_flops(length)
+
+
+def test_idle_experts_cost_no_operations():
+    one_more = dataclasses.replace(EXPERTS, num_experts=7)
+    router = 2 * DENSE.num_layers * DENSE.hidden_size
+    assert one_more.flops_per_token - EXPERTS.flops_per_token == router
+
+
+def test_adamw_in_float32_takes_sixteen_bytes_a_parameter_over_all_ranks():
+    memory = trainer_memory(QWEN3_8B, TRAINER, engine_ranks=1, key_value_cache=5e9)
+    assert 8 * (memory.masters + memory.gradients + memory.optimizer) == 16 * QWEN3_8B.num_parameters
+    assert memory.engine_weights == 2 * QWEN3_8B.num_parameters
+    assert memory.sampling == memory.engine_weights + 5e9
+    assert memory.logit_chunk == 4 * 4 * 100 * 151936
+
+
+def test_checkpointing_saves_all_but_one_layers_inside():
+    shorter = trainer_memory(QWEN3_8B, TRAINER, engine_ranks=1, key_value_cache=0.0)
+    whole = trainer_memory(
+        QWEN3_8B, dataclasses.replace(TRAINER, is_checkpointing=False), engine_ranks=1, key_value_cache=0.0
+    )
+    inside = 1000 * 2 * (3 * 4096 + 2 * 4096 + 2 * 1024 + 3 * 12288)
+    assert whole.activations - shorter.activations == 35 * inside
+
+
+def test_offloading_leaves_no_masters_on_the_gpu():
+    memory = trainer_memory(
+        QWEN3_8B, dataclasses.replace(TRAINER, is_offloading=True), engine_ranks=1, key_value_cache=0.0
+    )
+    assert memory.masters == memory.gradients == memory.optimizer == memory.resident == 0
+
+
+def costs(work: Workload = WORK, **changes: object) -> dict[str, object]:
+    arguments: dict[str, object] = {
+        "num_gpus": 2,
+        "engine_ranks": 1,
+        "concurrent_sequences": 4,
+        "is_checkpointing": False,
+        "efficiency": Efficiency(),
+    }
+    found = stage_costs(DENSE, work, GPUS["h200"], **(arguments | changes))
+    return {cost.stage: cost for cost in found}
+
+
+def test_stage_costs_by_hand():
+    found = costs()
+    forward = 16 * 100 * DENSE.flops_per_token + 16 * DENSE.attention_flops(100)
+    # 8 sequences on each of 2 engines, 4 together: 2 waves of 90 decoding steps, each reading all bfloat16 weights.
+    weights = 2 * 2 * 90 * 2 * DENSE.num_parameters
+    cache = 16 * 90 * (10 + 45) * (2 * 3 * 2 * 16 * 2)
+    assert found["rollout"].bytes_read == weights + cache
+    assert found["rollout"].seconds == pytest.approx((weights + cache) / (2 * 4.8e12 * 0.6))
+    assert found["mask"].flops == forward
+    assert found["update"].flops == 3 * forward
+    assert found["update"].seconds == pytest.approx(3 * forward / (2 * 989e12 * 0.4))
+
+
+def test_exact_divergences_cost_two_more_passes_of_the_head():
+    exact = costs(dataclasses.replace(WORK, is_exact=True))
+    assert exact["mask"].flops - costs()["mask"].flops == 2 * 2 * 50 * 32 * 16 * 90
+
+
+def test_checkpointing_costs_one_more_forward_pass():
+    assert costs(is_checkpointing=True)["update"].flops * 3 == costs()["update"].flops * 4
+
+
+@pytest.mark.parametrize(
+    ("distribution", "wanted"), [("sampled", 8), ("top_k", 520), ("hidden", 8200), ("full", 607752)]
+)
+def test_stored_bytes_of_a_token(distribution: str, wanted: int):
+    found = stored_bytes_per_token(distribution, hidden_size=4096, vocab_size=151936, num_top_logprobs=64)
+    assert found == wanted
