@@ -15,6 +15,7 @@ COMMANDS = {
     "update": "train one step on a shard and write masks and the new policy",
     "evaluate": "score a policy on held-out problems or on a file such as AIME25",
     "grade": "grade responses in a file of {gold, response} lines, and print why",
+    "study": "run the cells of a study, each a reproduce of its own, and collect what every run did",
     "report": "draw figures and write the report from MLflow",
     "lengths": "measure how each gate's rejection grows with response length (the paper's Table 2)",
     "plan": "print memory, operations, storage and time of a run on GPUs before it is started",

@@ -21,7 +21,7 @@ from trm_repro.stage_clock import StageClock
 from trm_repro.step_bounds import step_bounds
 from trm_repro.step_metrics import UpdateRecord, mask_confusions, step_metrics
 
-SAVE_STAGES = ("sync", "rollout", "mask", "update", "evaluate", "record")
+SAVE_STAGES = ("sync", "rollout", "mask", "update", "control", "evaluate", "record")
 
 
 class StepRecorder(L.Callback):

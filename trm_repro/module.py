@@ -13,8 +13,9 @@ from trm_repro.config import RunConfig, derive_seed
 from trm_repro.errors import FaultError
 from trm_repro.policy import Policy, build_policy
 from trm_repro.stage_clock import StageClock
+from trm_repro.step_control import StepOutcome, bound_step, copy_parameters
 from trm_repro.step_metrics import UpdateRecord
-from trm_repro.steps import Measurement, RandomControl, gate, measure, surrogate_loss
+from trm_repro.steps import Measurement, RandomControl, gate, mean_divergence, measure, surrogate_loss
 
 
 class TRMModule(L.LightningModule):
@@ -88,7 +89,12 @@ class TRMModule(L.LightningModule):
             sequence_mask = self.mask(measurement, batch, batch_idx)  # line 3
         with self.clock.measure("update"):
             loss, has_gradient = self.backward_kept(batch, sequence_mask)  # line 4
+            before = copy_parameters(self.policy) if self.config.update.step_limit is not None else None
             gradient_norm, is_skipped = self.step_optimizer(has_gradient)  # line 5
+        step = None
+        if before is not None and not is_skipped:
+            with self.clock.measure("control"):
+                step = self.bound_step(before, batch, measurement, sequence_mask)
         self.records.append(
             UpdateRecord(
                 batch=batch,
@@ -98,6 +104,7 @@ class TRMModule(L.LightningModule):
                 gradient_norm=gradient_norm,
                 is_skipped=is_skipped,
                 learning_rate=self.optimizers().param_groups[0]["lr"],
+                step=step,
             )
         )
         self.lr_schedulers().step()
@@ -158,6 +165,32 @@ class TRMModule(L.LightningModule):
             self.manual_backward(part)
             loss += part.item()
         return loss, True
+
+    def bound_step(
+        self, before: list[Tensor], batch: RolloutBatch, measurement: Measurement, sequence_mask: Tensor
+    ) -> StepOutcome:
+        """Shrink or undo a step that left the policy too far from the rollout policy (update.step_limit).
+
+        Args:
+            before: the parameters before the step.
+            batch: B sequences.
+            measurement: of the batch, before the step.
+            sequence_mask: ``[B]`` bool; the divergence is that of the kept ones.
+
+        Returns:
+            What became of the step.
+        """
+        limit = self.config.update.step_limit
+        assert limit is not None
+        kept = batch.select(sequence_mask)
+        return bound_step(
+            self.policy,
+            before,
+            lambda: mean_divergence(self.measure(kept), kept.response_mask),
+            divergence_before=mean_divergence(measurement, batch.response_mask & sequence_mask[:, None]),
+            limit=limit,
+            max_halvings=self.config.update.step_halvings,
+        )
 
     def step_optimizer(self, has_gradient: bool) -> tuple[float, bool]:
         """Clip the gradient and step, unless there is no gradient or it is not finite.

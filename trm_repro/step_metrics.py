@@ -23,6 +23,7 @@ from trm_repro.divergence import (
 )
 from trm_repro.losses import is_clipped
 from trm_repro.masks import max_divergence_mask, mean_divergence_mask
+from trm_repro.step_control import StepOutcome
 from trm_repro.steps import Measurement, certified_decision, clip_range
 
 
@@ -38,6 +39,7 @@ class UpdateRecord:
         gradient_norm: global norm before clipping; 0 where nothing was backpropagated.
         is_skipped: whether the optimizer step was left out.
         learning_rate: the rate in force.
+        step: what step control made of the step; None without it, or where the step was skipped.
     """
 
     batch: RolloutBatch
@@ -47,6 +49,7 @@ class UpdateRecord:
     gradient_norm: float
     is_skipped: bool
     learning_rate: float
+    step: StepOutcome | None = None
 
 
 def step_metrics(records: Sequence[UpdateRecord], loss_config: LossConfig) -> dict[str, float]:
@@ -73,6 +76,12 @@ def step_metrics(records: Sequence[UpdateRecord], loss_config: LossConfig) -> di
         "train/num_skipped_updates": float(sum(record.is_skipped for record in records)),
         "train/learning_rate": records[-1].learning_rate,
     }
+    steps = [record.step for record in records if record.step is not None]
+    if steps:
+        metrics["control/scale_mean"] = _mean([step.scale for step in steps])
+        metrics["control/num_shrunk_steps"] = float(sum(step.scale < 1 for step in steps))
+        metrics["control/num_undone_steps"] = float(sum(step.scale == 0 for step in steps))
+        metrics["control/divergence_after_max"] = max(step.taken for step in steps)
     clipped = torch.cat(
         [
             is_clipped(record.measurement.log_ratio, record.batch.advantages, clip_range(loss_config))[

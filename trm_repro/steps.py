@@ -96,6 +96,20 @@ def measure(policy: Policy, batch: RolloutBatch, *, temperature: float, tokens_p
     )
 
 
+def mean_divergence(measurement: Measurement, token_mask: Tensor) -> float:
+    """Average the divergence from the rollout policy over tokens: exact KL where it is known, else k3.
+
+    Args:
+        measurement: of B sequences.
+        token_mask: ``[B, T]`` bool, at least one True.
+
+    Returns:
+        Nats per token; not finite where a token's log-probs are not.
+    """
+    divergence = k3_divergence(measurement.log_ratio) if measurement.kl is None else measurement.kl
+    return float(divergence[token_mask].mean())
+
+
 @torch.no_grad()
 def gate(
     measurement: Measurement, response_mask: Tensor, config: MaskConfig, control: RandomControl | None = None

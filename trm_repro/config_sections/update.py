@@ -54,6 +54,10 @@ class UpdateConfig:
     """Decoupled (adamw) or L2 (sgd) weight decay."""
     max_gradient_norm: float = 1.0
     """Gradients are scaled down to this global norm."""
+    step_limit: float | None = None
+    """Largest mean divergence from the rollout policy that a step may leave on what it learned from, nats; null: any."""
+    step_halvings: int = 6
+    """Times a step above step_limit is halved before it is undone."""
     num_updates_per_rollout: int = 4
     """Disjoint minibatches a step's sequences are divided into, one update each."""
     num_epochs: int = 1
@@ -65,6 +69,9 @@ class UpdateConfig:
         """Check ranges."""
         require_at_least("update", 0, learning_rate=self.learning_rate, weight_decay=self.weight_decay)
         require_positive("update", max_gradient_norm=self.max_gradient_norm)
+        if self.step_limit is not None:
+            require_positive("update", step_limit=self.step_limit)
+        require(0 <= self.step_halvings <= 60, "update.step_halvings", "between 0 and 60", self.step_halvings)
         counts = ("warmup_updates", "num_updates_per_rollout", "num_epochs", "tokens_per_micro_batch")
         require_at_least("update", 1, **{name: getattr(self, name) for name in counts})
         for name in ("adam_beta1", "adam_beta2"):

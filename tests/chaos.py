@@ -1,0 +1,164 @@
+"""Kill -9 at random moments: a run that is started again must end exactly as one that nobody disturbed.
+
+`python -m tests.chaos --kills 50` (`make chaos`) is the long form of the test in tests/integration/test_chaos.py.
+"""
+
+import argparse
+import hashlib
+import json
+import os
+import random
+import signal
+import sqlite3
+import subprocess
+import sys
+import tempfile
+import time
+from collections import Counter
+from dataclasses import dataclass, field
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[1]
+SETTINGS = (
+    "conf/smoke.yaml",
+    "num_steps=14",
+    "rollout.engine=transformers",
+    "rollout.precision=float32",
+    "rollout.staleness_steps=2",
+    "evaluation.every_steps=3",
+    "evaluation.length_operands=[]",
+    "reproduce.arms=[trm_avg_0.001, random_as_trm_avg_0.001]",
+    "reproduce.num_workers=1",
+    "output.keep_shards_every=3",
+)
+CLOCKED = ("time/", "throughput/")
+LONGEST_SECONDS = 600.0
+
+
+@dataclass
+class Report:
+    """What a chaos run did: at which stage each kill fell, and how often the command was started."""
+
+    kills: Counter[str] = field(default_factory=Counter)
+    starts: int = 0
+
+
+def command(folder: Path, warm_starts: Path, settings: tuple[str, ...]) -> subprocess.Popen[bytes]:
+    """Start `trm-repro reproduce` in a process group of its own."""
+    words = [*settings, f"output.dir={folder}", f"output.warm_start_dir={warm_starts}"]
+    return subprocess.Popen(
+        [sys.executable, "-m", "pipelines.cli", "reproduce", *words],
+        cwd=ROOT,
+        env=os.environ | {"OMP_NUM_THREADS": "1"},
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.PIPE,
+        start_new_session=True,
+    )
+
+
+def undisturbed(folder: Path, warm_starts: Path, settings: tuple[str, ...] = SETTINGS) -> None:
+    """Run to the end."""
+    process = command(folder, warm_starts, settings)
+    _, errors = process.communicate(timeout=LONGEST_SECONDS)
+    assert process.returncode == 0, errors.decode()[-2000:]
+
+
+def disturbed(
+    folder: Path, warm_starts: Path, *, kills: int, seed: int, settings: tuple[str, ...] = SETTINGS
+) -> Report:
+    """Kill the command and its workers at random moments after each has begun to work, then let it end."""
+    rng = random.Random(seed)
+    report = Report()
+    while True:
+        report.starts += 1
+        process = command(folder, warm_starts, settings)
+        before = newest_change(folder)
+        if report.kills.total() >= kills:
+            _, errors = process.communicate(timeout=LONGEST_SECONDS)
+            assert process.returncode == 0, errors.decode()[-2000:]
+            return report
+        while process.poll() is None and newest_change(folder) == before:
+            time.sleep(0.02)
+        wait_until = time.monotonic() + rng.expovariate(1 / 0.7)
+        while process.poll() is None and time.monotonic() < wait_until:
+            time.sleep(0.005)
+        if process.poll() is not None:
+            _, errors = process.communicate()
+            assert process.returncode == 0, errors.decode()[-2000:]
+            return report
+        report.kills[stage(folder)] += 1
+        os.killpg(process.pid, signal.SIGKILL)
+        process.communicate()
+        time.sleep(0.1)  # the workers die with their parent
+
+
+def newest_change(folder: Path) -> float:
+    """Say when a file of a run's last changed, seconds; 0 when there is none."""
+    times = [path.stat().st_mtime for path in folder.glob("*/seed_*/**/*") if path.name not in ("lock", "config.yaml")]
+    return max(times, default=0.0)
+
+
+def stage(folder: Path) -> str:
+    """Name what the run wrote last, as a hint of what the kill interrupted."""
+    newest, name = 0.0, "start"
+    for path in folder.glob("*/seed_*/**/*"):
+        if path.is_file() and path.name != "lock" and path.stat().st_mtime > newest:
+            newest, name = path.stat().st_mtime, path.parent.name if path.suffix == ".parquet" else path.name
+    return f"after {name}"
+
+
+def outcome(folder: Path) -> dict[str, object]:
+    """Collect what must not depend on interruptions: metrics, weights, shards, MLflow's points and runs."""
+    found: dict[str, object] = {}
+    for spool in sorted(folder.glob("*/seed_*/metrics.jsonl")):
+        entries = [json.loads(line) for line in spool.read_text().splitlines()]
+        found[f"{spool.parent.parent.name} metrics"] = [
+            (
+                entry["step"],
+                entry["kind"],
+                entry["num_kept"],
+                {name: value for name, value in entry["metrics"].items() if not name.startswith(CLOCKED)},
+            )
+            for entry in entries
+        ]
+        for path in sorted([*spool.parent.rglob("*.safetensors"), *spool.parent.rglob("*.parquet")]):
+            digest = hashlib.sha256(path.read_bytes()).hexdigest()
+            found[str(path.relative_to(folder))] = digest
+    with sqlite3.connect(folder / "mlflow.db") as store:
+        points = store.execute(
+            "select t.value, m.key, m.step, count(*), min(m.value) from metrics m "
+            "join tags t on t.run_uuid = m.run_uuid "
+            "and t.key = 'arm' group by 1, 2, 3 order by 1, 2, 3"
+        ).fetchall()
+        found["points"] = [
+            (arm, name, step, count, None if name.startswith(CLOCKED) else value)
+            for arm, name, step, count, value in points
+        ]
+        found["runs"] = store.execute("select status, count(*) from runs group by 1 order by 1").fetchall()
+    return found
+
+
+def main() -> int:
+    """Run the long form; returns 0 when both runs ended alike."""
+    parser = argparse.ArgumentParser(description="kill -9 a run at random moments and compare its end")
+    parser.add_argument("--kills", type=int, default=50)
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("settings", nargs="*", help="further key=value settings of the run")
+    arguments = parser.parse_args()
+    settings = (*SETTINGS, f"num_steps={max(14, arguments.kills)}", *arguments.settings)
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        undisturbed(folder / "undisturbed", folder / "warm_starts", settings)
+        report = disturbed(
+            folder / "disturbed", folder / "warm_starts", kills=arguments.kills, seed=arguments.seed, settings=settings
+        )
+        first, second = outcome(folder / "undisturbed"), outcome(folder / "disturbed")
+    different = sorted(name for name in {*first, *second} if first.get(name) != second.get(name))
+    kills = ", ".join(f"{count} {where}" for where, count in report.kills.most_common())
+    sys.stdout.write(f"{report.kills.total()} kills in {report.starts} starts ({kills}); ")
+    sys.stdout.write(f"{len(first)} results compared, different: {different or 'none'}\n")
+    return 1 if different else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
