@@ -11,66 +11,28 @@ from typing import Literal
 
 import numpy as np
 
-from evaluation.outcomes import IMPROVED_BY
 from evaluation.statistics import FloatArray, bootstrap_mean, holm, sign_flip_p_value
+from trm_repro.config_sections.claims import ENOUGH_SEEDS, ClaimThresholds
 
 Verdict = Literal["reproduced", "not reproduced", "inconclusive", "not run"]
 Standing = Literal["holds", "fails", "undecided"]
 Relation = Literal[">", "<"]
 EffectKind = Literal["interval", "range", "exact"]
-
-ENOUGH_SEEDS = 5
-"""Below this many seeds no claim about runs is decided."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class ClaimThresholds:
-    """What the tests of the claims compare with; set it before the runs, and record it with them."""
-
-    min_seeds: int = ENOUGH_SEEDS
-    """Seeds below which every claim about runs is inconclusive; at least 5."""
-    confidence: float = 0.95
-    """Of the bootstrap intervals over seeds, in (0, 1)."""
-    significance: float = 0.05
-    """Largest one-sided sign-flip p-value of a part that holds or fails, in (0, 1); five seeds reach 1/32."""
-    is_holm_required: bool = False
-    """Whether a reproduced claim needs its Holm-adjusted p-value, too, at or below ``significance``."""
-    num_resamples: int = 10_000
-    """Bootstrap resamples of an interval; at least 100."""
-    seed: int = 0
-    """Seed of the resampling and of the random pairs."""
-    improvement: float = IMPROVED_BY
-    """Rise of the score, final minus start, above which an arm improves; in [0, 1]."""
-    score_difference: float = 0.0
-    """Difference of two arms' final scores above which one is higher; in [0, 1]."""
-    gap_factor: float = 1.0
-    """Ratio of two arms' final PPL gaps above which one is larger; at least 1."""
-    bounded_gap_factor: float = 10.0
-    """Final PPL gap over that of the first quarter, below which an arm stays bounded; above 1."""
-    acceptance: float = 0.7
-    """Kept fraction that acceptance has to exceed, in [0, 1]; the paper recommends 70%."""
-    length_growth: float = 0.1
-    """Rise of rejection from the shortest to the longest problems above which it grows; in (0, 1)."""
-    flat_within: float = 0.1
-    """Absolute change of rejection from the shortest to the longest problems below which it is flat; in (0, 1)."""
-    table_tolerance: float = 0.005
-    """Relative difference from a printed number within which it is matched, in (0, 1)."""
-    num_random_pairs: int = 1000
-    """Random pairs of policies enumerated for what token-level methods leave; at least 1."""
-
-    def __post_init__(self) -> None:
-        """Refuse thresholds outside of their ranges."""
-        _require(self.min_seeds >= ENOUGH_SEEDS, "min_seeds", f">= {ENOUGH_SEEDS}", self.min_seeds)
-        _require(self.num_resamples >= 100, "num_resamples", ">= 100", self.num_resamples)
-        _require(self.num_random_pairs >= 1, "num_random_pairs", ">= 1", self.num_random_pairs)
-        _require(1 <= self.gap_factor < math.inf, "gap_factor", ">= 1 and finite", self.gap_factor)
-        bounded = self.bounded_gap_factor
-        _require(1 < bounded < math.inf, "bounded_gap_factor", "> 1 and finite", bounded)
-        for name in ("improvement", "score_difference", "acceptance"):
-            _require(0 <= getattr(self, name) <= 1, name, "in [0, 1]", getattr(self, name))
-        for name in ("confidence", "significance", "length_growth", "flat_within", "table_tolerance"):
-            _require(0 < getattr(self, name) < 1, name, "between 0 and 1", getattr(self, name))
-
+__all__ = [
+    "ENOUGH_SEEDS",
+    "ClaimRow",
+    "ClaimThresholds",
+    "Effect",
+    "MeasuredPart",
+    "PartResult",
+    "Verdict",
+    "adjust_for_number",
+    "claims_summary",
+    "claims_table",
+    "join_notes",
+    "judge_part",
+    "judge_row",
+]
 
 @dataclass(frozen=True, kw_only=True)
 class Effect:
@@ -298,7 +260,3 @@ def _range(values: FloatArray) -> Effect:
 def _seeds(row: ClaimRow) -> str:
     return "none needed" if row.num_seeds is None else str(row.num_seeds)
 
-
-def _require(condition: bool, name: str, wanted: str, got: float) -> None:
-    if not condition:
-        raise ValueError(f"ClaimThresholds.{name} must be {wanted}, got {got}")

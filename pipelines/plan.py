@@ -8,6 +8,8 @@ from pathlib import Path
 
 from pipelines.arguments import add_arm_argument, add_config_arguments, config_from
 from trm_repro.capacity import (
+    BF16,
+    FLOAT32,
     GPUS,
     Efficiency,
     Gpu,
@@ -20,18 +22,18 @@ from trm_repro.capacity import (
     stored_bytes_per_token,
     trainer_memory,
 )
-from trm_repro.config import RunConfig
+from trm_repro.config import CONF_DIR, RunConfig
 from trm_repro.errors import InputError
 
 HELP = "print memory, operations, storage and time of a run on GPUs before it is started"
 RESERVE = 3e9  # bytes of a GPU for the CUDA context and fragmentation
 CHUNK_TOKENS = 512
 SUGGESTIONS = {
-    "masters": "use more GPUs (--gpus), or a smaller policy",
-    "gradients": "use more GPUs (--gpus), or a smaller policy",
-    "optimizer": "use more GPUs (--gpus), or update.optimizer=sgd",
+    "masters": "use more GPUs (trainer.devices), or trainer.cpu_offload=true",
+    "gradients": "use more GPUs (trainer.devices), or trainer.cpu_offload=true",
+    "optimizer": "use more GPUs (trainer.devices), or trainer.cpu_offload=true",
     "gathered_layers": "use GPUs with more memory (--gpu)",
-    "activations": "lower update.tokens_per_micro_batch",
+    "activations": "lower update.tokens_per_micro_batch, or set trainer.activation_checkpointing=true",
     "logit_chunk": "lower update.tokens_per_micro_batch",
     "engine_weights": "use GPUs with more memory (--gpu)",
     "key_value_cache": "lower rollout.kv_cache_bytes",
@@ -43,7 +45,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
     add_config_arguments(parser)
     add_arm_argument(parser)
     parser.add_argument("--gpu", choices=sorted(GPUS), default="h100-80gb", help="kind of GPU; default: h100-80gb")
-    parser.add_argument("--gpus", type=int, default=8, help="number of GPUs; default: 8")
+    parser.add_argument("--gpus", type=int, help="number of GPUs; default: trainer.num_nodes x trainer.devices")
     parser.add_argument(
         "--mean-response", type=float, help="mean response length, tokens; default: rollout.max_response_tokens"
     )
@@ -59,6 +61,8 @@ def configure(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     """Run the command."""
+    if not arguments.settings:
+        arguments.settings = [str(CONF_DIR / "paper.yaml")]
     config = config_from(arguments)
     plan = make_plan(arguments, config)
     check_fit(plan)
@@ -115,8 +119,9 @@ class Plan:
         lines = [
             f"model     {self.model.num_parameters / 1e9:.2f} B parameters ({self.source})",
             f"machine   {self.num_gpus} x {self.gpu.name}, {self.gpu.memory_bytes / 1e9:.0f} GB each",
-            f"step      {self.workload.num_sequences} responses of {self.workload.response_tokens:,.0f} tokens, prompts of "
-            f"{self.workload.prompt_tokens:,.0f}",
+            f"step      {self.workload.num_sequences} responses of "
+            f"{self.workload.response_tokens:,.0f} tokens, "
+            f"prompts of {self.workload.prompt_tokens:,.0f}",
             "",
             "memory of one GPU, GB",
             *(
@@ -125,7 +130,7 @@ class Plan:
             ),
             f"  while training    {self.memory.training / 1e9:8.2f} of {usable / 1e9:.1f}",
             f"  while sampling    {(self.memory.resident + self.memory.sampling) / 1e9:8.2f} of {usable / 1e9:.1f}",
-            f"memory of the host, GB: {self.host_bytes / 1e9:.1f} (snapshots of stale weights, offloaded states)",
+            f"memory of the host, GB: {self.host_bytes / 1e9:.1f} (snapshots of weights, offloaded states)",
             "",
             f"{'stage':<10}{'operations':>12}{'GB read':>12}{'seconds':>10}",
             *(
@@ -138,9 +143,9 @@ class Plan:
             f"rollouts  {self.step_bytes / 1e9:.2f} GB a step ({self.bytes_per_token} bytes a token), "
             f"{self.step_bytes * self.kept_steps / 1e9:.1f} GB kept of {self.kept_steps} steps, before compression",
             "",
-            f"Assumed: {self.efficiency.training:.0%} of the data sheet's operations, {self.efficiency.decoding:.0%} of its "
-            "bandwidth while decoding, every",
-            "response of the same length, stages one after another. Not measured on a GPU.",
+            f"Assumed: {self.efficiency.training:.0%} of the data sheet's operations, "
+            f"{self.efficiency.decoding:.0%} of its bandwidth while decoding,",
+            "every response of the same length, stages one after another. Not measured on a GPU.",
         ]
         return "\n".join(lines) + "\n"
 
@@ -161,8 +166,9 @@ def make_plan(arguments: argparse.Namespace, config: RunConfig) -> Plan:
     for name in ("training_efficiency", "decoding_efficiency"):
         if not 0 < getattr(arguments, name) <= 1:
             raise InputError(f"--{name.replace('_', '-')} must be in (0, 1], got {getattr(arguments, name)}")
-    if arguments.gpus < 1:
-        raise InputError(f"--gpus must be >= 1, got {arguments.gpus}")
+    num_gpus = config.trainer.num_ranks if arguments.gpus is None else arguments.gpus
+    if num_gpus < 1:
+        raise InputError(f"--gpus must be >= 1, got {num_gpus}")
     response = arguments.mean_response or float(config.rollout.max_response_tokens)
     prompt = arguments.mean_prompt or float(config.rollout.max_prompt_tokens)
     for name, value, most in (
@@ -174,10 +180,10 @@ def make_plan(arguments: argparse.Namespace, config: RunConfig) -> Plan:
     model, source = model_shape(config)
     gpu = GPUS[arguments.gpu]
     trainer = Trainer(
-        num_ranks=arguments.gpus,
+        num_ranks=num_gpus,
         optimizer_moments=2 if config.update.optimizer == "adamw" else 0,
-        is_checkpointing=True,
-        is_offloading=False,
+        is_checkpointing=config.trainer.activation_checkpointing,
+        is_offloading=config.trainer.cpu_offload,
         tokens_per_micro_batch=config.update.tokens_per_micro_batch,
         chunk_tokens=CHUNK_TOKENS,
     )
@@ -193,13 +199,13 @@ def make_plan(arguments: argparse.Namespace, config: RunConfig) -> Plan:
         source=source,
         model=model,
         gpu=gpu,
-        num_gpus=arguments.gpus,
+        num_gpus=num_gpus,
         memory=trainer_memory(model, trainer, engine_ranks=1, key_value_cache=float(config.rollout.kv_cache_bytes)),
         costs=stage_costs(
             model,
             workload,
             gpu,
-            num_gpus=arguments.gpus,
+            num_gpus=num_gpus,
             engine_ranks=1,
             concurrent_sequences=config.rollout.max_concurrent_sequences,
             is_checkpointing=trainer.is_checkpointing,
@@ -215,8 +221,16 @@ def make_plan(arguments: argparse.Namespace, config: RunConfig) -> Plan:
             num_top_logprobs=config.rollout.num_top_logprobs,
         ),
         kept_steps=1 + (config.num_steps - 1) // config.output.keep_shards_every,
-        host_bytes=(config.rollout.staleness_steps + 1) * 2.0 * model.num_parameters,
+        host_bytes=host_bytes(config, model),
     )
+
+
+def host_bytes(config: RunConfig, model: ModelShape) -> float:
+    """Count bytes in host memory: bfloat16 snapshots of the weights sampled from, and what is offloaded."""
+    snapshots = (config.rollout.staleness_steps + 1) * BF16 * model.num_parameters
+    moments = 2 if config.update.optimizer == "adamw" else 0
+    offloaded = (2 + moments) * FLOAT32 * model.num_parameters if config.trainer.cpu_offload else 0
+    return float(snapshots + offloaded)
 
 
 def model_shape(config: RunConfig) -> tuple[ModelShape, str]:
@@ -287,6 +301,12 @@ def check_fit(plan: Plan) -> None:
         InputError: naming the largest category and the setting to change.
     """
     usable = plan.gpu.memory_bytes - RESERVE
+    one_sequence = plan.workload.sequence_tokens * plan.model.key_value_bytes_per_token
+    if plan.memory.key_value_cache < one_sequence:
+        raise InputError(
+            f"rollout.kv_cache_bytes = {plan.memory.key_value_cache:.3g} holds less than one sequence, which takes "
+            f"{one_sequence:.3g} bytes; raise it"
+        )
     training = ("masters", "gradients", "optimizer", "gathered_layers", "activations", "logit_chunk")
     sampling = ("masters", "optimizer", "engine_weights", "key_value_cache")
     for phase, names in (("training", training), ("sampling", sampling)):

@@ -10,7 +10,7 @@ from trm_repro.config import RunConfig, load_config, to_yaml
 from trm_repro.errors import InputError
 from trm_repro.file_locks import file_lock
 
-UNCOMPARED = ("name", "num_steps", "reproduce", "output", "tracking")  # keys that do not change what a step computes
+UNCOMPARED = ("name", "num_steps", "claims", "reproduce", "output", "tracking")  # keys that do not change what a step computes
 
 
 class RunDirectory:

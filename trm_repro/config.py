@@ -17,6 +17,7 @@ from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import ConfigKeyError, OmegaConfBaseException
 
 from trm_repro.config_sections import (
+    ClaimThresholds,
     EvaluationConfig,
     LossConfig,
     MaskConfig,
@@ -26,6 +27,7 @@ from trm_repro.config_sections import (
     RolloutConfig,
     TaskConfig,
     TrackingConfig,
+    TrainerConfig,
     UpdateConfig,
     WarmStartConfig,
     require,
@@ -74,7 +76,9 @@ class RunConfig:
     mask: MaskConfig = field(default_factory=MaskConfig)
     loss: LossConfig = field(default_factory=LossConfig)
     update: UpdateConfig = field(default_factory=UpdateConfig)
+    trainer: TrainerConfig = field(default_factory=TrainerConfig)
     evaluation: EvaluationConfig = field(default_factory=EvaluationConfig)
+    claims: ClaimThresholds = field(default_factory=ClaimThresholds)
     reproduce: ReproduceConfig = field(default_factory=ReproduceConfig)
     output: OutputConfig = field(default_factory=OutputConfig)
     tracking: TrackingConfig = field(default_factory=TrackingConfig)
@@ -86,6 +90,7 @@ class RunConfig:
         require(1 <= self.num_threads <= MAX_THREADS, "num_threads", f"between 1 and {MAX_THREADS}", self.num_threads)
         for key, value in (("arm", self.arm), ("name", self.name)):
             require_plain_name(key, value)
+        require(self.mask.reference_arm != self.arm, "mask.reference_arm", "another arm than its own", self.arm)
         longest = self.rollout.max_prompt_tokens + max(
             self.rollout.max_response_tokens, self.evaluation.max_response_tokens
         )
@@ -101,6 +106,19 @@ class RunConfig:
             "update.num_updates_per_rollout",
             f"a divisor of the {num_sequences} sequences of a step",
             self.update.num_updates_per_rollout,
+        )
+        size = num_sequences // self.update.num_updates_per_rollout
+        require(
+            size % self.trainer.num_ranks == 0,
+            "trainer.devices * trainer.num_nodes",
+            f"a divisor of the {size} sequences of an update",
+            self.trainer.num_ranks,
+        )
+        require(
+            self.trainer.num_ranks == 1 or self.rollout.engine != "vllm" or self.rollout.placement != "in_process",
+            "rollout.placement",
+            "colocated or server where trainer.devices * trainer.num_nodes > 1 and rollout.engine is vllm",
+            self.rollout.placement,
         )
         require(
             not (self.mask.has_exact_max or self.mask.has_exact_avg) or self.rollout.distribution != "sampled",

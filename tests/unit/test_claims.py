@@ -360,5 +360,5 @@ def test_claims_name_arms_that_can_be_run_and_have_texts_of_their_own():
     ],
 )
 def test_thresholds_out_of_range_are_refused(name, value):
-    with pytest.raises(ValueError, match=rf"ClaimThresholds\.{name} must be"):
+    with pytest.raises(ValueError, match=rf"claims\.{name} must be"):
         ClaimThresholds(**{name: value})

@@ -16,7 +16,7 @@ from trm_repro.errors import InputError
 from trm_repro.losses import OBJECTIVES
 from trm_repro.steps import CRITERIA
 
-ALL_FILES = sorted(CONF_DIR.rglob("*.yaml"))
+ALL_FILES = sorted(path for path in CONF_DIR.rglob("*.yaml") if path.name != "study.yaml")
 PAPER_ARMS = {
     "token_is",
     "ppo_clip",

@@ -11,15 +11,18 @@ from trm_repro.config_sections.checks import (
     require_plain_name,
     require_positive,
 )
+from trm_repro.config_sections.claims import ClaimThresholds
 from trm_repro.config_sections.evaluation import EvaluationConfig
 from trm_repro.config_sections.experiment import OutputConfig, ReproduceConfig, TrackingConfig
 from trm_repro.config_sections.mask import MaskConfig, MaskCriterion, MaxEstimator, MeanEstimator
 from trm_repro.config_sections.policy import PolicyConfig, WarmStartConfig
 from trm_repro.config_sections.rollout import Precision, RolloutConfig
 from trm_repro.config_sections.task import TaskConfig
+from trm_repro.config_sections.trainer import TrainerConfig
 from trm_repro.config_sections.update import LossConfig, LossName, UpdateConfig
 
 __all__ = [
+    "ClaimThresholds",
     "EvaluationConfig",
     "LossConfig",
     "LossName",
@@ -34,6 +37,7 @@ __all__ = [
     "RolloutConfig",
     "TaskConfig",
     "TrackingConfig",
+    "TrainerConfig",
     "UpdateConfig",
     "WarmStartConfig",
     "require",

@@ -18,6 +18,14 @@ class RolloutConfig:
 
     engine: Literal["vllm", "transformers"] = "vllm"
     """Inference engine."""
+    placement: Literal["in_process", "colocated", "server"] = "in_process"
+    """in_process: in the trainer's first process; colocated: one vLLM in each; server: vLLM's OpenAI-compatible server."""
+    server_urls: tuple[str, ...] = ()
+    """placement server: base URLs of servers that run already; empty starts one on 127.0.0.1."""
+    weight_transfer: Literal["file", "nccl"] = "file"
+    """placement server: how weights reach it; file: a safetensors file in memory on one machine; nccl: between GPUs."""
+    overlap: bool = False
+    """Sample the next step's rollouts while this one trains; needs staleness_steps >= 1 and placement server."""
     precision: Precision = "bfloat16"
     """Engine arithmetic; int8 and fp8 round the weights at every sync and compute in bfloat16."""
     distribution: Literal["full", "top_k", "sampled"] = "full"
@@ -64,4 +72,18 @@ class RolloutConfig:
             "1 in training (a truncated rollout policy lacks support, so no divergence bound holds)",
             self.top_p,
         )
+        require(
+            self.engine == "vllm" or self.placement == "in_process",
+            "rollout.placement",
+            "in_process for rollout.engine=transformers",
+            self.placement,
+        )
+        require(
+            not self.overlap or (self.placement == "server" and self.staleness_steps >= 1),
+            "rollout.overlap",
+            "false unless rollout.placement=server and rollout.staleness_steps >= 1",
+            self.overlap,
+        )
+        for url in self.server_urls:
+            require(url.startswith(("http://", "https://")), "rollout.server_urls", "http:// or https:// URLs", url)
         require(1 < self.probe_factor < 10, "rollout.probe_factor", "in (1, 10)", self.probe_factor)
