@@ -3,6 +3,7 @@
 import argparse
 import importlib
 import sys
+from typing import NoReturn
 
 from trm_repro import __version__
 from trm_repro.errors import FaultError, InputError
@@ -25,6 +26,14 @@ COMMANDS = {
 }
 
 
+class Parser(argparse.ArgumentParser):
+    """A parser whose errors are one line, as all others are."""
+
+    def error(self, message: str) -> NoReturn:
+        """Refuse the arguments."""
+        raise InputError(f"{message}; see {self.prog} --help")
+
+
 def main(argv: list[str] | None = None) -> int:
     """Run a command.
 
@@ -34,18 +43,19 @@ def main(argv: list[str] | None = None) -> int:
     Returns:
         0 when done, 1 when a run had to stop, 2 for bad input.
     """
-    parser = argparse.ArgumentParser(
+    words = list(sys.argv[1:] if argv is None else argv)
+    parser = Parser(
         prog="trm-repro", description="Reproduce, audit and build on Trust Region Masking (arXiv 2512.23075)."
     )
     parser.add_argument("--version", action="version", version=f"trm-repro {__version__}")
     parser.add_argument("command", choices=COMMANDS, metavar="COMMAND", help=_command_list())
-    arguments, rest = parser.parse_known_args(argv[:1] if argv is not None else sys.argv[1:2])
-    module = importlib.import_module(f"pipelines.{arguments.command}")
-    command_parser = argparse.ArgumentParser(prog=f"trm-repro {arguments.command}", description=module.HELP)
-    module.configure(command_parser)
-    rest = list(argv[1:] if argv is not None else sys.argv[2:])
+    command = ""
     try:
-        return int(module.run(command_parser.parse_intermixed_args(rest)))
+        command = str(parser.parse_args(words[:1]).command)
+        module = importlib.import_module(f"pipelines.{command}")
+        command_parser = Parser(prog=f"trm-repro {command}", description=module.HELP)
+        module.configure(command_parser)
+        return int(module.run(command_parser.parse_intermixed_args(words[1:])))
     except InputError as error:
         return _fail(str(error), 2)
     except OSError as error:
@@ -55,7 +65,7 @@ def main(argv: list[str] | None = None) -> int:
     except FaultError as error:
         return _fail(f"stopped: {error}", 1)
     except KeyboardInterrupt:
-        goes_on = arguments.command in ("reproduce", "train")
+        goes_on = command in ("reproduce", "train")
         return _fail("interrupted" + ("; the same command goes on from the last finished step" * goes_on), 130)
 
 

@@ -107,7 +107,7 @@ def read_study(file: Path) -> tuple[tuple[str, ...], list[Cell]]:
     """
     try:
         text = yaml.safe_load(file.read_text(encoding="utf-8"))
-    except (OSError, ValueError, yaml.YAMLError) as error:
+    except (OSError, ValueError, RecursionError, yaml.YAMLError) as error:
         raise InputError(f"{file}: cannot be read as YAML ({str(error).splitlines()[0]})") from None
     if not isinstance(text, dict) or not isinstance(text.get("cells"), list) or set(text) - {"settings", "cells"}:
         raise InputError(f"{file}: expected the keys settings and cells, the second a list")

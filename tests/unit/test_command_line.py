@@ -31,10 +31,19 @@ def test_every_command_explains_itself(command: str, capsys: pytest.CaptureFixtu
 
 
 def test_unknown_command_ends_with_code_2(capsys: pytest.CaptureFixture[str]):
-    with pytest.raises(SystemExit) as ended:
-        main(["trian"])
-    assert ended.value.code == 2
-    assert "trian" in capsys.readouterr().err
+    assert main(["trian"]) == 2
+    error = capsys.readouterr().err
+    assert "trian" in error
+    assert error.count("\n") == 1
+
+
+def test_wrong_arguments_of_a_command_get_one_line_and_code_2(capsys: pytest.CaptureFixture[str]):
+    for words in ([], ["train", "--nope"], ["bounds", "--length", "x"], ["mask"]):
+        assert main(words) == 2
+        error = capsys.readouterr().err
+        assert error.startswith("trm-repro: ")
+        assert error.endswith("--help\n")
+        assert error.count("\n") == 1
 
 
 @pytest.mark.parametrize(
