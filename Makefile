@@ -12,7 +12,7 @@ ARGS ?=
 BASE_DIGEST ?= $(shell docker buildx imagetools inspect python:3.11-slim-bookworm --format '{{.Manifest.Digest}}')
 
 .DEFAULT_GOAL := help
-.PHONY: help setup reproduce report test check bench study chaos docker-digest docker-cpu docker-gpu docker-lint clean
+.PHONY: help setup reproduce report test check bench study chaos soak docker-digest docker-cpu docker-gpu docker-lint clean
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-10s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -56,6 +56,9 @@ study: setup ## run the study behind docs/miniature.md (hours; goes on where it 
 
 chaos: setup ## kill -9 a run 50 times at random moments and compare its end with an undisturbed one
 	@$(BIN)/python -m tests.chaos $(ARGS)
+
+soak: setup ## run 2,000 short steps and print the slopes of memory and file handles
+	@$(BIN)/python -m tests.soak $(ARGS)
 
 docker-digest: ## print the digest of the Docker images' base, for compose.yaml
 	@echo $(BASE_DIGEST)

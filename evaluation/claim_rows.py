@@ -34,6 +34,7 @@ __all__ = [
     "judge_row",
 ]
 
+
 @dataclass(frozen=True, kw_only=True)
 class Effect:
     """What was measured for one part of a claim's test.
@@ -259,4 +260,3 @@ def _range(values: FloatArray) -> Effect:
 
 def _seeds(row: ClaimRow) -> str:
     return "none needed" if row.num_seeds is None else str(row.num_seeds)
-

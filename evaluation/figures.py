@@ -77,8 +77,8 @@ def draw_figure(points: pd.DataFrame, plan: FigurePlan, *, score_name: str) -> F
     figure = Figure(figsize=(11, 4.2), layout="constrained")
     gap_axes, score_axes = figure.subplots(1, 2)
     for arm in plan.arms:
-        _draw_arm(gap_axes, chosen[(chosen.arm == arm) & (chosen.metric == GAP)], arm)
-        _draw_arm(score_axes, chosen[(chosen.arm == arm) & (chosen.metric == SCORE)], arm)
+        draw_arm(gap_axes, chosen[(chosen.arm == arm) & (chosen.metric == GAP)], arm)
+        draw_arm(score_axes, chosen[(chosen.arm == arm) & (chosen.metric == SCORE)], arm)
     gap_axes.set(yscale="log", xlabel="training step", ylabel="log absolute PPL gap (nats per token)")
     score_axes.set(xlabel="training step", ylabel=score_name, ylim=(0, 1))
     for axes in (gap_axes, score_axes):
@@ -115,7 +115,8 @@ def save_figures(points: pd.DataFrame, folder: Path, *, score_name: str) -> list
     return written
 
 
-def _draw_arm(axes: Axes, points: pd.DataFrame, arm: str) -> None:
+def draw_arm(axes: Axes, points: pd.DataFrame, arm: str) -> None:
+    """Draw one arm's curves of one metric: each seed below five, their mean with a band from five on."""
     if points.empty:
         return
     colour = COLOURS.get(arm)

@@ -15,9 +15,10 @@ from evaluation.figures import LINE_STYLES
 
 @dataclass(frozen=True, kw_only=True)
 class LengthRow:
-    """Responses of one problem size.
+    """Responses of one problem size and one seed.
 
     Attributes:
+        seed: of the policies that were measured.
         num_operands: operands of the problems.
         num_sequences: responses sampled.
         mean_length: their mean length, tokens.
@@ -26,6 +27,7 @@ class LengthRow:
         rejection: share of responses rejected, by gate.
     """
 
+    seed: int
     num_operands: int
     num_sequences: int
     mean_length: float
@@ -44,12 +46,13 @@ class LengthSample:
     masks: Mapping[str, Tensor]
 
 
-def length_rows(samples: Sequence[LengthSample], threshold: float) -> list[LengthRow]:
+def length_rows(samples: Sequence[LengthSample], threshold: float, *, seed: int) -> list[LengthRow]:
     """Tabulate rejection by problem size.
 
     Args:
         samples: one for each size.
         threshold: TRM-Max's, nats.
+        seed: of the policies that were measured.
 
     Returns:
         A row for each size.
@@ -63,6 +66,7 @@ def length_rows(samples: Sequence[LengthSample], threshold: float) -> list[Lengt
         is_violating = (sample.kl > threshold)[sample.response_mask]
         rows.append(
             LengthRow(
+                seed=seed,
                 num_operands=sample.num_operands,
                 num_sequences=len(lengths),
                 mean_length=float(lengths.mean()),
@@ -75,34 +79,70 @@ def length_rows(samples: Sequence[LengthSample], threshold: float) -> list[Lengt
 
 
 def length_table(rows: Sequence[LengthRow]) -> str:
-    """Lay the rows out as a Markdown table."""
+    """Lay the rows out as a Markdown table, a line a size; several seeds as their mean, smallest and largest."""
     gates = list(rows[0].rejection)
-    heads = ["operands", "responses", "mean length", "tokens above", "1-(1-p)^T", *gates]
+    heads = ["operands", "seeds", "responses", "mean length", "tokens above", "1-(1-p)^T", *gates]
     lines = ["| " + " | ".join(heads) + " |", "|" + "---|" * len(heads)]
-    for row in rows:
+    for num_operands, group in rows_by_size(rows).items():
         cells = [
-            f"{row.num_operands}",
-            f"{row.num_sequences}",
-            f"{row.mean_length:.0f}",
-            f"{row.token_violation_fraction:.4f}",
-            f"{row.predicted_rejection:.2f}",
-            *(f"{row.rejection[gate]:.2f}" for gate in gates),
+            f"{num_operands}",
+            f"{len(group)}",
+            f"{sum(row.num_sequences for row in group)}",
+            _over_seeds([row.mean_length for row in group], ".0f"),
+            _over_seeds([row.token_violation_fraction for row in group], ".4f"),
+            _over_seeds([row.predicted_rejection for row in group], ".2f"),
+            *(_over_seeds([row.rejection[gate] for row in group], ".2f") for gate in gates),
         ]
         lines.append("| " + " | ".join(cells) + " |")
     return "\n".join(lines)
 
 
+def rows_by_size(rows: Sequence[LengthRow]) -> dict[int, list[LengthRow]]:
+    """Group the rows of all seeds by problem size, smallest first."""
+    groups: dict[int, list[LengthRow]] = {}
+    for row in sorted(rows, key=lambda row: (row.num_operands, row.seed)):
+        groups.setdefault(row.num_operands, []).append(row)
+    return groups
+
+
+def rows_by_seed(rows: Sequence[LengthRow]) -> dict[int, list[LengthRow]]:
+    """Group the rows by seed."""
+    groups: dict[int, list[LengthRow]] = {}
+    for row in rows:
+        groups.setdefault(row.seed, []).append(row)
+    return groups
+
+
 def draw_length_bias(rows: Sequence[LengthRow]) -> Figure:
-    """Draw rejection against mean length, one curve a gate, with the independent-token prediction."""
+    """Draw rejection against mean length, one curve a gate, with the independent-token prediction.
+
+    Several seeds are drawn as their mean, with a bar from the smallest to the largest.
+    """
     figure = Figure(figsize=(6.4, 4.2), layout="constrained")
     axes = figure.subplots()
-    lengths = [row.mean_length for row in rows]
+    groups = list(rows_by_size(rows).values())
+    lengths = [_mean([row.mean_length for row in group]) for group in groups]
     for number, gate in enumerate(rows[0].rejection):
         style = LINE_STYLES[number % len(LINE_STYLES)]
-        axes.plot(lengths, [row.rejection[gate] for row in rows], marker="o", linestyle=style, label=gate)
-    axes.plot(lengths, [row.predicted_rejection for row in rows], color="black", linewidth=0.8, label="1 - (1 - p)^T")
+        shares = [[row.rejection[gate] for row in group] for group in groups]
+        means = [_mean(values) for values in shares]
+        (line,) = axes.plot(lengths, means, marker="o", linestyle=style, label=gate)
+        axes.vlines(lengths, [min(v) for v in shares], [max(v) for v in shares], color=line.get_color(), alpha=0.5)
+    predicted = [_mean([row.predicted_rejection for row in group]) for group in groups]
+    axes.plot(lengths, predicted, color="black", linewidth=0.8, label="1 - (1 - p)^T")
     axes.set(xlabel="mean response length (tokens)", ylabel="rejected fraction", ylim=(0, 1.02))
     axes.grid(alpha=0.25)
     axes.legend(fontsize=8)
-    figure.suptitle("Table 2: rejection against length")
+    num_seeds = len(rows_by_seed(rows))
+    seeds = f" (mean of {num_seeds} seeds, smallest to largest)" if num_seeds > 1 else ""
+    figure.suptitle(f"Table 2: rejection against length{seeds}")
     return figure
+
+
+def _over_seeds(values: Sequence[float], spec: str) -> str:
+    mean = f"{_mean(values):{spec}}"
+    return mean if len(values) == 1 else f"{mean} ({min(values):{spec}} to {max(values):{spec}})"
+
+
+def _mean(values: Sequence[float]) -> float:
+    return sum(values) / len(values)

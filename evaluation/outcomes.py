@@ -4,7 +4,10 @@ A frame of points has the columns arm, seed, run_id, metric, step, value.
 """
 
 import math
+import statistics
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 
 import pandas as pd
 
@@ -51,6 +54,9 @@ REPORTED_METRICS = (
 )
 IMPROVED_BY = 0.05
 """A score this much above its start counts as improved, as much below as fallen."""
+COLLAPSE_SHARE = 0.5
+COLLAPSE_EVALUATIONS = 4
+"""A run has collapsed where its score is below this share of its start at so many evaluations running."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -68,6 +74,11 @@ class RunOutcome:
         first_gap: median perplexity gap over the first quarter of its steps, nats per token.
         final_gap: the same over the last quarter.
         acceptance: mean kept fraction over all steps.
+        score_area: area under the score curve over the number of steps between its ends: a mean score, in [0, 1]; NaN
+            for a run with one evaluation.
+        has_collapsed: whether its score was below half of its start at 4 evaluations running; None for a run with fewer
+            evaluations after the start, which cannot say.
+        collapse_step: step of the first of those evaluations; None where it did not collapse or cannot say.
         refuted_fraction: share of its steps with a token whose exact KL is above TRM-Max's threshold, among steps in
             which exact KL was computed; NaN where there is none.
     """
@@ -83,6 +94,9 @@ class RunOutcome:
     final_gap: float
     acceptance: float
     refuted_fraction: float
+    score_area: float
+    has_collapsed: bool | None
+    collapse_step: int | None
 
     @property
     def verdict(self) -> str:
@@ -118,31 +132,87 @@ def run_outcomes(points: pd.DataFrame) -> list[RunOutcome]:
     Returns:
         Outcomes in the order in which arms and seeds first appear.
     """
-    outcomes = []
-    for run_id, run in points.groupby("run_id", sort=False):
-        scores = run[run.metric == SCORE].sort_values("step")
-        gaps = run[run.metric == GAP].sort_values("step")
-        if scores.empty or gaps.empty:
-            continue
-        num_steps = int(gaps.step.max())
-        refuting = run[run.metric == NUM_REFUTING].value.dropna()
-        outcomes.append(
-            RunOutcome(
-                arm=str(run.arm.iloc[0]),
-                seed=int(run.seed.iloc[0]),
-                run_id=str(run_id),
-                num_steps=num_steps,
-                start_score=float(scores.value.iloc[0]),
-                final_score=float(scores.value.iloc[-1]),
-                best_score=float(scores.value.max()),
-                first_gap=float(gaps[gaps.step <= max(1.0, 0.25 * num_steps)].value.median()),
-                final_gap=float(gaps[gaps.step > 0.75 * num_steps].value.median()),
-                acceptance=float(run[run.metric == ACCEPTANCE].value.mean()),
-                refuted_fraction=float((refuting > 0).mean()) if len(refuting) else math.nan,
-            )
-        )
-    return outcomes
+    runs: dict[str, dict[str, list[tuple[int, float]]]] = {}
+    identities: dict[str, tuple[str, int]] = {}
+    chosen = points[points.metric.isin([SCORE, GAP, ACCEPTANCE, NUM_REFUTING])]
+    columns = [chosen[name].tolist() for name in ("arm", "seed", "run_id", "metric", "step", "value")]
+    for arm, seed, run_id, metric, step, value in zip(*columns, strict=True):
+        identities.setdefault(run_id, (arm, seed))
+        runs.setdefault(run_id, {}).setdefault(metric, []).append((step, value))
+    return [
+        _outcome(*identities[run_id], run_id, {metric: sorted(curve) for metric, curve in curves.items()})
+        for run_id, curves in runs.items()
+        if SCORE in curves and GAP in curves
+    ]
+
+
+def _outcome(arm: str, seed: int, run_id: str, curves: Mapping[str, Sequence[tuple[int, float]]]) -> RunOutcome:
+    scores, gaps = curves[SCORE], curves[GAP]
+    num_steps = gaps[-1][0]
+    refuting = [value > 0 for _, value in curves.get(NUM_REFUTING, []) if not math.isnan(value)]
+    collapse_step = first_collapse(scores)
+    return RunOutcome(
+        arm=arm,
+        seed=seed,
+        run_id=run_id,
+        num_steps=num_steps,
+        start_score=scores[0][1],
+        final_score=scores[-1][1],
+        best_score=max(value for _, value in scores),
+        first_gap=_median([gap for step, gap in gaps if step <= max(1.0, 0.25 * num_steps)]),
+        final_gap=_median([gap for step, gap in gaps if step > 0.75 * num_steps]),
+        acceptance=_mean([value for _, value in curves.get(ACCEPTANCE, [])]),
+        refuted_fraction=_mean(refuting),
+        score_area=area_under(scores),
+        # The first evaluation is the start.
+        has_collapsed=collapse_step is not None if len(scores) > COLLAPSE_EVALUATIONS else None,
+        collapse_step=collapse_step,
+    )
+
+
+def area_under(curve: Sequence[tuple[int, float]]) -> float:
+    """Average a score over training: area under its curve (trapezoids) over the number of steps between its ends.
+
+    Args:
+        curve: (step, score), by step.
+
+    Returns:
+        In the unit of the score; NaN for fewer than two points.
+    """
+    if len(curve) < 2:
+        return math.nan
+    area = sum((later - earlier) * (low + high) / 2 for (earlier, low), (later, high) in pairwise(curve))
+    return area / (curve[-1][0] - curve[0][0])
+
+
+def first_collapse(curve: Sequence[tuple[int, float]]) -> int | None:
+    """Find when a score fell below half of its start for 4 evaluations running.
+
+    A score that starts at 0 cannot collapse.
+
+    Args:
+        curve: (step, score), by step; the first is the start.
+
+    Returns:
+        Step of the first of the 4, or None.
+    """
+    start, running = curve[0][1], 0
+    for index, (_, score) in enumerate(curve):
+        running = running + 1 if score < COLLAPSE_SHARE * start else 0
+        if running == COLLAPSE_EVALUATIONS:
+            return curve[index - COLLAPSE_EVALUATIONS + 1][0]
+    return None
 
 
 def _log10(value: float) -> float:
     return math.log10(value) if value > 0 else math.nan
+
+
+def _median(values: Sequence[float]) -> float:
+    known = [value for value in values if not math.isnan(value)]
+    return statistics.median(known) if known else math.nan
+
+
+def _mean(values: Sequence[float]) -> float:
+    known = [value for value in values if not math.isnan(value)]
+    return statistics.fmean(known) if known else math.nan

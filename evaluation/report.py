@@ -1,29 +1,91 @@
-"""The report as Markdown: what was run, what came out, which claims hold and which do not."""
+"""The report: what was run, what came out, which claims hold and which do not. Pure: records, frame and rows in."""
 
 from collections.abc import Mapping, Sequence
-from pathlib import Path
+from dataclasses import dataclass, field
 
 import pandas as pd
 
-from evaluation.claims import ENOUGH_SEEDS, ClaimRow, claims_table
+from evaluation.choices import choices_table
+from evaluation.claim_rows import ClaimRow, ClaimThresholds
+from evaluation.document import (
+    Block,
+    Bullets,
+    Cell,
+    Code,
+    Document,
+    Fold,
+    Heading,
+    Note,
+    Paragraph,
+    Picture,
+    Row,
+    Table,
+)
+from evaluation.experiment import ExperimentRecord, differing_settings, find_warnings, listed, short_commit
 from evaluation.figures import FIGURES, arm_order
 from evaluation.outcomes import RunOutcome, run_outcomes
+from evaluation.report_tables import (
+    arms_table,
+    bounds_table,
+    claims_block,
+    engine_table,
+    figure_claims,
+    metrics_table,
+    pairs_table,
+    runs_table,
+    times_table,
+)
 
 SCORE_NAME = "held-out score (greedy pass rate)"
-CLAIMS_NOTE = (
-    "Effects are means over seeds with a bootstrap interval (percentile, whole seeds), or with the smallest and the "
-    f"largest seed (range) where there are fewer than {ENOUGH_SEEDS} or one has no value. Percentile intervals of few "
-    "seeds are too short, so that a part holds only where its whole interval is on the claimed side and the one-sided "
-    "sign-flip test over seeds is significant. A claim is reproduced where all its parts hold, not reproduced where "
-    f"one fails, and always inconclusive below {ENOUGH_SEEDS} seeds. p is the largest of its parts'; in brackets it is "
-    "corrected for the number of claims tested (Holm): five seeds get no p below 1/32, so holding after the correction "
-    "takes more. Reproduced means here, at these settings and this scale."
-)
-STAGES = ("sync", "rollout", "mask", "update", "evaluate", "record")
+REFERENCE_ARM = "ppo_clip"
+KEPT_COLUMNS = {f"mask/kept_{name}_fraction": f"{name} kept" for name in ("correct", "wrong", "short", "long")}
+CONFUSION_COLUMNS = {
+    "confusion/max_wrongly_accepted_fraction": "k2 accepts, exact max rejects",
+    "confusion/max_wrongly_rejected_fraction": "k2 rejects, exact accepts",
+    "confusion/avg_wrongly_accepted_fraction": "k3 accepts, exact mean rejects",
+    "confusion/avg_wrongly_rejected_fraction": "k3 rejects, exact accepts",
+}
+PAPER_SHOWS = {
+    "figure_1": "In the paper, PPO clipping makes it worse than token-level importance sampling: a larger gap and a "
+    "lower AIME25 score.",
+    "figure_2": "In the paper, both TRM arms stay bounded and keep improving, and PPO clipping does not.",
+    "figure_3": "In the paper, each loose criterion alone fails, and both together hold.",
+    "control": "The paper has no such control: as many sequences are rejected as by the criterion, but at random.",
+}
+SOURCES = {"figure_1": "Figure 1", "figure_2": "Figure 2", "figure_3": "Figure 3", "control": "Control (ours)"}
+
+
+@dataclass(frozen=True, kw_only=True)
+class ReportData:
+    """All that a report is made of.
+
+    Attributes:
+        experiment: its runs, as they are recorded.
+        points: frame of points (arm, seed, run_id, metric, step, value).
+        claims: with their verdicts.
+        thresholds: of the claims' tests.
+        figures: the panels of each of `FIGURES` that has data, by its name.
+        kept: who is kept, step by step.
+        bounds: the bounds, step by step.
+        token_level: why token-level methods fail.
+        lengths: rejection against length, as blocks.
+        warnings: beside those about the runs: what a reader of the claims has to know of their thresholds.
+    """
+
+    experiment: ExperimentRecord
+    points: pd.DataFrame
+    claims: Sequence[ClaimRow]
+    thresholds: ClaimThresholds
+    figures: Mapping[str, Sequence[Picture]] = field(default_factory=dict)
+    kept: Picture | None = None
+    bounds: Picture | None = None
+    token_level: Picture | None = None
+    lengths: Sequence[Block] = ()
+    warnings: Sequence[str] = ()
 
 
 def summary_table(outcomes: Sequence[RunOutcome]) -> str:
-    """Lay the runs out as a Markdown table, arm by arm, one line a run: no mean hides a seed.
+    """Lay the runs out as a Markdown table for a terminal, arm by arm, one line a run: no mean hides a seed.
 
     Args:
         outcomes: of all runs.
@@ -44,184 +106,243 @@ def summary_table(outcomes: Sequence[RunOutcome]) -> str:
     return "\n".join(lines)
 
 
-def render_report(
-    points: pd.DataFrame,
-    claims: Sequence[ClaimRow],
-    figures: Sequence[Path],
-    *,
-    name: str,
-    settings: Mapping[str, object],
-    environment: Mapping[str, str],
-    length_bias: str = "",
-) -> str:
-    """Write the report.
+def build_report(data: ReportData) -> Document:
+    """Put the report together.
 
     Args:
-        points: frame of points.
-        claims: from `evaluate_claims`.
-        figures: files of the figures, in the report's folder or below it.
-        name: of the experiment.
-        settings: the settings that matter, by dotted key.
-        environment: versions and machine.
-        length_bias: the table of rejection against length with its figure, or nothing.
+        data: what it is made of.
 
     Returns:
-        Markdown.
+        The document, for `to_markdown` and `to_html`.
     """
-    outcomes = run_outcomes(points)
-    num_seeds = len({outcome.seed for outcome in outcomes})
-    parts = [
-        f"# {name}: PPO clipping against Trust Region Masking",
-        "Every number below is read from MLflow and comes from runs of this experiment, but for those marked exact, "
-        "which are computed, and rejection against length, which is sampled by itself.",
-        "## Claims",
-        claims_table(claims),
-        CLAIMS_NOTE,
-        _caution(num_seeds),
-        "## Runs",
-        summary_table(outcomes),
-        "The score is the share of held-out problems answered right, greedily. The PPL gap is "
-        "mean over sequences of |mean_t log pi_theta - mean_t log pi_roll|, in nats per token, each sequence measured "
-        "just before the update that uses it. A policy that has collapsed can have a small gap again: read it together "
-        "with the score. Collapsed: final score below half of the start; improved or fell: by more than 0.05.",
-        "## Figures",
-        *_figure_lines(figures),
-        "## Engine against trainer",
-        _engine_lines(points),
-        "## Who is kept",
-        _acceptance_table(points),
-        "## What the bounds say",
-        _bounds_table(points),
-        "## Sampled estimators against exact KL",
-        _confusion_table(points),
-        *(["## Rejection against length (Table 2)", length_bias] if length_bias else []),
-        "## Why token-level methods fail",
-        "By enumeration, not from these runs: clipping or masking single tokens leaves responses with a large KL in "
-        "the gradient, and PPO's clip lets a large ratio with a negative advantage through.\n\n"
-        "![Why token-level methods fail](figures/token_level.png)",
-        "## Where the time goes",
-        _time_table(points),
-        "## Settings",
-        _two_columns("setting", settings),
-        "## Environment",
-        _two_columns("", environment),
+    runs = data.experiment.runs
+    arms, seeds = arm_order([run.arm for run in runs]), sorted({run.seed for run in runs})
+    parent = data.experiment.parent
+    blocks = [
+        *_warnings(data),
+        *_claims(data, len(seeds)),
+        *_figures(data),
+        *_runs(data),
+        *_acceptance(data),
+        *_bounds(data),
+        *_estimators(data),
+        *_lengths(data),
+        *_token_level(data),
+        *_times(data),
+        *_choices(data),
+        *_rerun(data),
     ]
-    return "\n\n".join(parts) + "\n"
-
-
-def _caution(num_seeds: int) -> str:
-    if num_seeds >= ENOUGH_SEEDS:
-        return f"{num_seeds} seeds; each has its own starting policy, training prompts and held-out problems."
-    return (
-        f"Fewer than {ENOUGH_SEEDS} seeds (here {num_seeds}) are no more than an indication. Each seed has its own "
-        "starting policy, training prompts and held-out problems. The learning rate, staleness and optimizer are those "
-        "at which the arms separate in earlier trials on other seeds; at other settings they need not."
+    return Document(
+        title=f"{parent.name}: PPO clipping against Trust Region Masking",
+        subtitle=f"{len(runs)} runs: {len(arms)} arms, seeds {listed([str(seed) for seed in seeds])}. Commit "
+        f"{listed(sorted({short_commit(run.git_commit) for run in runs}))}, configuration {parent.config_hash}.",
+        blocks=blocks,
     )
 
 
-def _figure_lines(figures: Sequence[Path]) -> list[str]:
-    titles = {plan.name: plan.title for plan in FIGURES}
-    lines = []
-    for file in figures:
-        if file.suffix == ".png":
-            relative = f"{file.parent.name}/{file.name}"
-            lines.append(f"**{titles[file.stem]}**\n\n![{titles[file.stem]}]({relative})")
-    if lines:
-        lines.append("The points of each figure, with the MLflow run of each, are in the CSV file beside it.")
-    return lines
+def _warnings(data: ReportData) -> list[Block]:
+    texts = [*find_warnings(data.experiment), *data.warnings]
+    return [Note(text=text, kind="warning") for text in texts]
 
 
-def _engine_lines(points: pd.DataFrame) -> str:
-    first = points[(points.step == 1)]
-    lines = []
-    for metric, meaning in (
-        ("divergence/ppl_gap", "PPL gap in the first step"),
-        ("divergence/kl_mean", "mean token KL in the first step"),
-        ("divergence/kl_max", "largest token KL in the first step"),
-        ("router/agreement_fraction", "share of tokens routed alike in every layer, first step"),
-    ):
-        values = first[first.metric == metric].value
-        if not values.empty:
-            lines.append(f"- {meaning}: {values.min():.1e} to {values.max():.1e} over {len(values)} runs")
-    note = "The first step's rollouts come from the starting weights, but its later updates are already off-policy."
-    return "\n".join([*lines, "", note])
-
-
-def _acceptance_table(points: pd.DataFrame) -> str:
-    names = ("correct", "wrong", "short", "long")
-    lines = ["| arm | " + " | ".join(f"{name} kept" for name in names) + " |", "|---|" + "---|" * len(names)]
-    for arm in arm_order(list(points.arm.unique())):
-        cells = []
-        for name in names:
-            values = points[(points.arm == arm) & (points.metric == f"mask/kept_{name}_fraction")].value
-            cells.append("" if values.empty else f"{values.mean():.2f} ({values.min():.2f} to {values.max():.2f})")
-        lines.append(f"| {arm} | " + " | ".join(cells) + " |")
-    return "\n".join([*lines, "", "Mean over steps and seeds, with the smallest and largest step in brackets."])
-
-
-def _bounds_table(points: pd.DataFrame) -> str:
-    lines = [
-        "| arm | surrogate L' | unified bound, paper | sharp | trivial bound | steps in which exact KL refutes |",
-        "|---|---|---|---|---|---|",
-    ]
-    for arm in arm_order(list(points.arm.unique())):
-        cells = [arm]
-        for metric in ("surrogate", "unified_paper", "unified_sharp", "trivial"):
-            values = points[(points.arm == arm) & (points.metric == f"bounds/{metric}")].value
-            cells.append("" if values.empty else f"{values.median():.2g} ({values.min():.2g} to {values.max():.2g})")
-        refuting = points[(points.arm == arm) & (points.metric == "bounds/num_refuting_sequences")].value
-        cells.append("" if refuting.empty else f"{(refuting > 0).sum()} of {len(refuting)}")
-        lines.append("| " + " | ".join(cells) + " |")
-    lines.append(
-        "\nMedian over steps and seeds, smallest and largest in brackets, in reward units: measured on samples, not "
-        "certified. A bound above 1 says nothing about a reward in [0, 1], and improvement is guaranteed only where L' "
-        "exceeds a bound. One sequence with a token whose exact KL is above the threshold refutes the guarantee's "
-        "condition for its step; docs/theory.md says what a run without any may claim."
+def _claims(data: ReportData, num_seeds: int) -> list[Block]:
+    enough = data.thresholds.min_seeds
+    verdicts = [row.verdict for row in data.claims]
+    counts = ", ".join(f"{verdicts.count(verdict)} {verdict}" for verdict in dict.fromkeys(verdicts))
+    caution = (
+        f"{num_seeds} seeds; each has its own starting policy, training prompts and held-out problems."
+        if num_seeds >= enough
+        else f"Fewer than {enough} seeds (here {num_seeds}) are no more than an indication."
     )
-    return "\n".join(lines)
-
-
-def _confusion_table(points: pd.DataFrame) -> str:
-    lines = [
-        "| arm | k2 accepts, exact max rejects | k2 rejects, exact accepts | k3 accepts, exact mean rejects "
-        "| k3 rejects, exact accepts |",
-        "|---|---|---|---|---|",
+    return [
+        Heading(text="Claims"),
+        Paragraph(text=f"{len(verdicts)} claims: {counts}. {caution}"),
+        claims_block(data.claims),
+        Fold(
+            title="How a verdict is reached",
+            blocks=[
+                Paragraph(
+                    text="Effects are means over seeds with a bootstrap interval (percentile, whole seeds), or with "
+                    f"the smallest and the largest seed (range) where there are fewer than {enough} or one has no "
+                    "value. Percentile intervals of few seeds are too short, so that a part holds only where its whole "
+                    "interval is on the claimed side and the one-sided sign-flip test over seeds is significant."
+                ),
+                Paragraph(
+                    text="A claim is reproduced where all its parts hold, not reproduced where one fails, and always "
+                    f"inconclusive below {enough} seeds. p is the largest of its parts'; in brackets it is corrected "
+                    "for the number of claims tested (Holm): five seeds get no p below 1/32, so holding after the "
+                    "correction takes more. Reproduced means here, at these settings and this scale."
+                ),
+            ],
+        ),
     ]
-    for arm in arm_order(list(points.arm.unique())):
-        cells = [arm]
-        for metric in (
-            "max_wrongly_accepted",
-            "max_wrongly_rejected",
-            "avg_wrongly_accepted",
-            "avg_wrongly_rejected",
-        ):
-            values = points[(points.arm == arm) & (points.metric == f"confusion/{metric}_fraction")].value
-            cells.append("" if values.empty else f"{values.mean():.3f} (to {values.max():.3f})")
-        lines.append("| " + " | ".join(cells) + " |")
-    return "\n".join([*lines, "", "Share of all sequences, mean over steps and seeds, largest step in brackets."])
 
 
-def _time_table(points: pd.DataFrame) -> str:
-    lines = ["| stage | mean seconds per step | share of the step |", "|---|---|---|"]
-    means = {
-        stage: float(points[points.metric == f"time/{stage}_seconds"].value.mean())
-        for stage in STAGES
-        if not points[points.metric == f"time/{stage}_seconds"].empty
-    }
-    steps = points[points.metric == "time/step_seconds"].value
-    if steps.empty:
-        return "Not recorded."
-    total = float(steps.mean())
-    for stage, seconds in means.items():
-        lines.append(f"| {stage} | {seconds:.3f} | {seconds / total:.0%} |")
-    lines.append(f"| whole step | {total:.3f} | |")
-    throughput = points[points.metric == "throughput/step_tokens_per_second"].value
-    if not throughput.empty:
-        lines.append(
-            f"\nOne process trains on {throughput.median():.0f} tokens a second (median), evaluation left out."
+def _figures(data: ReportData) -> list[Block]:
+    blocks: list[Block] = []
+    for plan in FIGURES:
+        pictures = data.figures.get(plan.name)
+        if not pictures:
+            continue
+        blocks += [Heading(text=plan.title, level=3), Paragraph(text=PAPER_SHOWS.get(plan.name, ""))]
+        claims = figure_claims(data.claims, SOURCES.get(plan.name, ""))
+        blocks += [claims] if claims.rows else []
+        blocks.append(Row(pictures=pictures))
+    if not blocks:
+        return []
+    return [
+        Heading(text="The paper's figures"),
+        *blocks,
+        Paragraph(
+            text="The PPL gap is the mean over sequences of |mean_t log pi_theta - mean_t log pi_roll|, in nats per "
+            "token, each sequence measured just before the update that uses it. A policy that has collapsed can have a "
+            "small gap again: read it together with the score, the share of held-out problems answered right. From "
+            "five seeds on a line is their mean and its band a pointwise bootstrap interval. The points of each "
+            "figure, with the MLflow run of each, are in figures/*.csv."
+        ),
+    ]
+
+
+def _runs(data: ReportData) -> list[Block]:
+    outcomes = run_outcomes(data.points)
+    pairs = pairs_table(outcomes, REFERENCE_ARM, data.thresholds)
+    engine = engine_table(data.points)
+    blocks: list[Block] = [
+        Heading(text="Arms and runs"),
+        arms_table(outcomes, data.thresholds),
+        *([pairs] if pairs is not None else []),
+        Fold(title=f"All {len(outcomes)} runs", blocks=[runs_table(outcomes)]),
+        Paragraph(
+            text="Collapsed: final score below half of the start; improved or fell: by more than "
+            f"{data.thresholds.improvement:g}; else level."
+        ),
+    ]
+    if engine.rows:
+        blocks += [
+            Heading(text="Engine against trainer", level=3),
+            engine,
+            Paragraph(
+                text="The first step's rollouts come from the starting weights, but its later updates are already "
+                "off-policy."
+            ),
+        ]
+    return blocks
+
+
+def _acceptance(data: ReportData) -> list[Block]:
+    table = metrics_table(data.points, KEPT_COLUMNS, data.thresholds, "Share kept, mean over steps.")
+    if not table.rows:
+        return []
+    return [Heading(text="Who is kept, by length and correctness"), table, *_one(data.kept)]
+
+
+def _bounds(data: ReportData) -> list[Block]:
+    table = bounds_table(data.points)
+    if not table.rows:
+        return []
+    return [
+        Heading(text="What the bounds say, step by step"),
+        table,
+        *_one(data.bounds),
+        Paragraph(
+            text="Measured on samples, not certified. A bound above 1 says nothing about a reward in [0, 1], and "
+            "improvement is guaranteed only where L' exceeds a bound. One sequence with a token whose exact KL is "
+            "above the threshold refutes the guarantee's condition for its step; docs/theory.md says what a run without any "
+            "may claim."
+        ),
+    ]
+
+
+def _estimators(data: ReportData) -> list[Block]:
+    table = metrics_table(data.points, CONFUSION_COLUMNS, data.thresholds, "Share of all sequences, mean over steps.")
+    return [Heading(text="Sampled estimators against exact KL"), table] if table.rows else []
+
+
+def _lengths(data: ReportData) -> list[Block]:
+    return [Heading(text="Rejection against length (Table 2)"), *data.lengths] if data.lengths else []
+
+
+def _token_level(data: ReportData) -> list[Block]:
+    if data.token_level is None:
+        return []
+    return [
+        Heading(text="Why token-level methods fail"),
+        Paragraph(
+            text="By enumeration, not from these runs: clipping or masking single tokens leaves responses with a large "
+            "KL in the gradient, and PPO's clip lets a large ratio with a negative advantage through."
+        ),
+        data.token_level,
+    ]
+
+
+def _times(data: ReportData) -> list[Block]:
+    table = times_table(data.points)
+    if not table.rows:
+        return []
+    blocks: list[Block] = [Heading(text="Where the time goes"), table]
+    speeds = data.points[data.points.metric == "throughput/step_tokens_per_second"].value.dropna()
+    if not speeds.empty:
+        low, high = speeds.quantile(0.1), speeds.quantile(0.9)
+        blocks.append(
+            Paragraph(
+                text=f"One process trains on {speeds.median():.0f} tokens a second ({low:.0f} to {high:.0f}, median "
+                "and percentiles as above), evaluation left out."
+            )
         )
-    return "\n".join(lines)
+    return blocks
 
 
-def _two_columns(head: str, values: Mapping[str, object]) -> str:
-    return "\n".join([f"| {head} | |", "|---|---|", *(f"| {key} | {value} |" for key, value in values.items())])
+def _choices(data: ReportData) -> list[Block]:
+    settings = data.experiment.parent.settings
+    return [
+        Heading(text="Choices the paper leaves open"),
+        Paragraph(
+            text="What the paper states is used as stated. What it does not state is a choice of this project; these "
+            "are the values of this experiment."
+        ),
+        choices_table(settings),
+        *_arm_settings(data.experiment),
+        Fold(title="Every setting", blocks=[_two_columns("setting", settings)]),
+    ]
+
+
+def _arm_settings(experiment: ExperimentRecord) -> list[Block]:
+    """Say by which settings the arms differ."""
+    rows: list[list[str | Cell]] = [
+        [Cell(text=key, is_code=True), "; ".join(f"{value}: {listed(arm_order(list(arms)))}" for value, arms in items)]
+        for key, values in differing_settings(experiment.runs).items()
+        for items in [sorted(values.items())]
+    ]
+    if not rows:
+        return []
+    table = Table(columns=["setting", "value: arms"], rows=rows, is_stacked=True)
+    return [Fold(title="Settings by which runs differ", blocks=[table])]
+
+
+def _rerun(data: ReportData) -> list[Block]:
+    parent = data.experiment.parent
+    return [
+        Heading(text="Run it again"),
+        Bullets(
+            items=[
+                f"Commit: {listed(sorted({run.git_commit for run in data.experiment.runs}))}",
+                f"Configuration hash: {parent.config_hash}",
+                f"Read from: MLflow at {data.experiment.source}, parent run {parent.run_id}",
+            ]
+        ),
+        Code(text=data.experiment.command),
+        Paragraph(
+            text="Every number above is read from MLflow and comes from runs of this experiment, but for those marked "
+            "exact, which are computed, and rejection against length, which is sampled by itself."
+        ),
+        Fold(title="Environment", blocks=[_two_columns("what", parent.environment)]),
+    ]
+
+
+def _one(picture: Picture | None) -> list[Block]:
+    return [] if picture is None else [picture]
+
+
+def _two_columns(head: str, values: Mapping[str, str]) -> Table:
+    rows: list[list[str | Cell]] = [[Cell(text=key, is_code=True), value] for key, value in values.items()]
+    return Table(columns=[head, "value"], rows=rows)

@@ -235,6 +235,48 @@ def compare_paired(
     )
 
 
+def problem_comparison(
+    differences: Sequence[ArrayLike],
+    rng: np.random.Generator,
+    *,
+    num_resamples: int = 10_000,
+    confidence: float = 0.95,
+) -> tuple[float, float]:
+    """Bootstrap the difference of two arms over the problems of the few seeds they share, clustered by seed.
+
+    Two stages: seeds are drawn whole, then problems within each seed drawn; a resample is the mean over its seeds of
+    the mean over its problems. With one seed only its problems are drawn, and the interval is about other problems
+    for these two policies, not about other runs. With two to four it is still too short for that: so few seeds show
+    little of how far seeds differ.
+
+    Source: Field and Welsh, "Bootstrapping clustered data" (JRSS B 2007), the two-stage bootstrap.
+
+    Args:
+        differences: for each of S seeds ``[P]``, first minus second arm's score of each problem; P may differ.
+        rng: source of the resamples.
+        num_resamples: how many are drawn.
+        confidence: in (0, 1).
+
+    Returns:
+        Lower and upper end.
+
+    Raises:
+        ValueError: if there is no seed, or one has no problem or a value that is not finite.
+    """
+    if not differences:
+        raise ValueError("differences must hold at least one seed")
+    seeds = [_finite(values, "differences") for values in differences]
+    chosen = rng.integers(0, len(seeds), size=(num_resamples, len(seeds)))  # [resamples, S]
+    means = np.empty(chosen.shape)
+    for index, values in enumerate(seeds):
+        is_seed = chosen == index
+        # Drawing P of P problems with replacement is a multinomial draw of how often each turns up.
+        counts = rng.multinomial(len(values), np.full(len(values), 1 / len(values)), size=int(is_seed.sum()))
+        means[is_seed] = counts @ values / len(values)
+    low, high = np.quantile(means.mean(axis=1), [(1 - confidence) / 2, (1 + confidence) / 2])
+    return float(low), float(high)
+
+
 def sign_flip_p_value(
     differences: ArrayLike,
     rng: np.random.Generator,

@@ -18,10 +18,12 @@ COMMANDS = {
     "grade": "grade responses in a file of {gold, response} lines, and print why",
     "study": "run the cells of a study, each a reproduce of its own, and collect what every run did",
     "report": "draw figures and write the report from MLflow",
+    "regate": "replay a stored run under any gate: acceptance, gradient mass, bias, per step",
     "lengths": "measure how each gate's rejection grows with response length (the paper's Table 2)",
     "plan": "print memory, operations, storage and time of a run on GPUs before it is started",
     "doctor": "check GPUs, versions, disk, memory, hub, tracking server and ports",
     "config": "print a configuration in full, each key with its meaning",
+    "audit": "measure the mismatch in anybody's rollout dump, and what each gate would keep",
     "bounds": "print the paper's bounds and ours, Table 1 among them",
 }
 
@@ -65,7 +67,7 @@ def main(argv: list[str] | None = None) -> int:
     except FaultError as error:
         return _fail(f"stopped: {error}", 1)
     except KeyboardInterrupt:
-        goes_on = command in ("reproduce", "train")
+        goes_on = command in ("reproduce", "train", "evaluate")
         return _fail("interrupted" + ("; the same command goes on from the last finished step" * goes_on), 130)
 
 

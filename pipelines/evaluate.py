@@ -1,4 +1,8 @@
-"""`trm-repro evaluate`: score a policy on held-out problems, or on a file of problems such as AIME25."""
+"""`trm-repro evaluate`: score a policy on held-out problems, or on a data set such as AIME25.
+
+Every answer is saved when its problem is done: after an interruption the same command goes on from there, and
+``--regrade`` grades the saved answers again without sampling.
+"""
 
 import argparse
 import dataclasses
@@ -6,152 +10,276 @@ import json
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, get_args
+
+from tqdm import tqdm
 
 from pipelines.arguments import add_config_arguments, config_from
+from trm_repro.config_sections import EvaluationTask
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
 
-    from evaluation.scores import ScoredResponse
+    from evaluation.generations import Generation, Question
+    from pipelines.evaluation_folder import EvaluationFolder
     from trm_repro.config import RunConfig
-    from trm_repro.tasks import Problem, Task
+    from trm_repro.config_sections import EvaluationConfig
+    from trm_repro.tasks import DatasetReport, Problem, Task
 
-HELP = "score a policy on held-out problems, or on a file of problems such as AIME25"
-INSTRUCTION = "\n\nReason step by step, and put the final answer within \\boxed{}."
+HELP = "score a policy on held-out problems or on a data set such as AIME25; goes on where it was"
+MAX_ROWS_SHOWN = 60
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
     """Add the command's arguments."""
     add_config_arguments(parser)
     parser.add_argument("--in", dest="policy", type=Path, help="directory of a policy; default: the starting policy")
+    parser.add_argument("--task", choices=get_args(EvaluationTask), help="problems to answer; default: evaluation.task")
     parser.add_argument(
-        "--task",
-        choices=("chain_arithmetic", "aime24", "aime25"),
-        default="chain_arithmetic",
-        help="aime24 and aime25 need --data",
+        "--data", type=Path, help="problems with integer answers, .jsonl or .parquet, in the place of the hub's"
     )
-    parser.add_argument("--data", type=Path, help="problems with integer answers, .jsonl or .parquet")
     parser.add_argument("--limit", type=int, help="answer only the first so many problems")
-    parser.add_argument("--out", type=Path, help="folder for scores.json and answers.parquet")
+    parser.add_argument(
+        "--out", type=Path, help="folder for answers and scores; default: one in output.dir/evaluations"
+    )
+    parser.add_argument(
+        "--regrade",
+        type=Path,
+        metavar="DIR",
+        help="grade the answers saved in DIR again, by evaluation.grading; samples nothing",
+    )
 
 
 def run(arguments: argparse.Namespace) -> int:
     """Run the command."""
-    from evaluation.scores import average_at_k, score_problems
+    from pipelines.evaluation_folder import EvaluationFolder, policy_fingerprint
     from pipelines.session import set_threads
     from pipelines.train import starting_policy
-    from trm_repro.policy import check_vocabulary, context_length, load_tokenizer
-    from trm_repro.rollout import SamplingSettings, start_engine
-    from trm_repro.rollout.sampler import encode_prompt
-    from trm_repro.shards import check_folder
+    from trm_repro.config import config_hash
+    from trm_repro.policy import load_tokenizer
 
     config = config_from(arguments)
-    if arguments.out is not None:
-        check_folder(arguments.out)
+    if arguments.regrade is not None:
+        return regrade(arguments, config)
+    _check_arguments(arguments)
+    if arguments.task is not None:
+        config = dataclasses.replace(config, evaluation=dataclasses.replace(config.evaluation, task=arguments.task))
     set_threads(config.num_threads)
-    task, problems = _problems(arguments, config)
+    problems, report = _problems(arguments, config)
     policy = arguments.policy or starting_policy(config, show_progress=True)
     tokenizer = load_tokenizer(policy)
-    context = context_length(policy)
-    settings = config.evaluation
-    prompts = [
-        encode_prompt(text, tokenizer, context, "the model's context length")
-        for text in _prompt_texts(problems, arguments.task, settings, tokenizer)
-    ]
-    length = max(map(len, prompts)) + settings.max_response_tokens
-    _check_context(length, context, settings.max_response_tokens)
-    engine = start_engine(config.rollout, policy, length)
-    check_vocabulary(tokenizer, engine.vocab_size, policy)
-    questions = list(zip(problems, prompts, strict=True))
-    sampled = score_problems(
-        engine,
-        tokenizer,
-        task,
-        questions,
-        num_samples=settings.num_samples,
-        settings=SamplingSettings(
-            max_tokens=settings.max_response_tokens, temperature=settings.temperature, top_p=settings.top_p
-        ),
-        seed=config.seed,
-    )
-    scores: dict[str, float | int | str] = {
-        "task": arguments.task,
-        "policy": str(policy),
-        "num_problems": len(problems),
-        "k": settings.num_samples,
-        "avg_at_k": average_at_k(sampled),
-        "unfinished_fraction": sum(not answer.finished for answer in sampled) / len(sampled),
-    }
-    if arguments.task == "chain_arithmetic":
-        greedy_settings = SamplingSettings(max_tokens=settings.max_response_tokens, temperature=0.0)
-        greedy = score_problems(engine, tokenizer, task, questions, num_samples=1, settings=greedy_settings)
-        scores["greedy"] = average_at_k(greedy)
-    if arguments.out is not None:
-        _write_answers(arguments.out, scores, sampled)
-    sys.stdout.write(json.dumps(scores) + "\n")
+    problems = _render(problems, config.evaluation, tokenizer)
+    questions = _encode(problems, config.evaluation, tokenizer, policy)
+    settings = answer_settings(config, policy_fingerprint(policy))
+    about = {"policy": str(policy), "data": None if report is None else str(report), "prompt": problems[0].prompt}
+    default = Path(config.output.dir) / "evaluations" / f"{config.evaluation.task}_{config_hash(settings)}"
+    folder = EvaluationFolder(arguments.out or default)
+    with folder.locked():
+        folder.prepare(settings, about)
+        _finish(folder, config, *_answer(folder, config, policy, tokenizer, questions))
     return 0
 
 
-def _problems(arguments: argparse.Namespace, config: "RunConfig") -> "tuple[Task, list[Problem]]":
+def regrade(arguments: argparse.Namespace, config: "RunConfig") -> int:
+    """Grade saved answers again.
+
+    Args:
+        arguments: with ``regrade`` and, if the grades belong elsewhere, ``out``.
+        config: gives evaluation.grading.
+
+    Returns:
+        0.
+
+    Raises:
+        InputError: if the folder holds no answers, or fewer to one problem than to another.
+    """
+    from pipelines.evaluation_folder import NOT_A_FOLDER, EvaluationFolder
     from trm_repro.errors import InputError
-    from trm_repro.rollout.sampler import held_out_problems
-    from trm_repro.tasks import ChainArithmetic, DatasetTask, load_problems
+    from trm_repro.tasks.catalog import DATASETS
+
+    given = ("policy", "task", "data", "limit")
+    if unwanted := [name for name in given if getattr(arguments, name) is not None]:
+        raise InputError(f"--regrade samples nothing, so it takes no --{unwanted[0].replace('policy', 'in')}")
+    folder = EvaluationFolder(arguments.regrade)
+    settings = folder.read_settings()
+    task = settings.get("task")
+    if task not in (*DATASETS, "chain_arithmetic"):
+        raise InputError(f"{folder.settings_file}: has no task of ours; {NOT_A_FOLDER}")
+    generations = folder.all_answers(folder.generations)
+    if not generations:
+        raise InputError(f"{folder.path}: has no finished problem to grade")
+    config = dataclasses.replace(config, evaluation=dataclasses.replace(config.evaluation, task=task))
+    _finish(folder, config, generations, folder.all_answers(folder.greedy), arguments.out)
+    return 0
+
+
+def answer_settings(config: "RunConfig", policy: str) -> dict[str, object]:
+    """Collect what the answers depend on beside the question itself, which is kept with them.
+
+    The number of problems, their order, where they were read and how answers are graded are not among it.
+
+    Args:
+        config: the run.
+        policy: fingerprint of the policy.
+
+    Returns:
+        Plain values under the configuration's own names.
+    """
+    evaluation, rollout = config.evaluation, config.rollout
+    sampled = ("task", "prompt_template", "num_samples", "temperature", "top_p", "max_response_tokens")
+    settings: dict[str, object] = {"policy": policy, "seed": config.seed}
+    settings |= {name: getattr(evaluation, name) for name in sampled}
+    settings |= {"engine": rollout.engine, "precision": rollout.precision}
+    if evaluation.task == "chain_arithmetic":
+        settings |= {"min_operands": config.task.min_operands, "max_operands": config.task.max_operands}
+    return settings
+
+
+def _check_arguments(arguments: argparse.Namespace) -> None:
+    from trm_repro.errors import InputError
+    from trm_repro.shards import check_folder
 
     if arguments.limit is not None and arguments.limit < 1:
         raise InputError(f"--limit must be >= 1, got {arguments.limit}")
-    if arguments.task == "chain_arithmetic":
+    if arguments.out is not None:
+        check_folder(arguments.out)
+
+
+def _task(config: "RunConfig") -> "Task":
+    from trm_repro.tasks import ChainArithmetic, DatasetTask
+
+    if config.evaluation.task == "chain_arithmetic":
+        return ChainArithmetic(config.task.min_operands, config.task.max_operands)
+    return DatasetTask(config.evaluation.grading)
+
+
+def _problems(arguments: argparse.Namespace, config: "RunConfig") -> "tuple[list[Problem], DatasetReport | None]":
+    from trm_repro.errors import InputError
+    from trm_repro.rollout.sampler import held_out_problems
+    from trm_repro.tasks import load_problems
+    from trm_repro.tasks.catalog import evaluation_source
+
+    if config.evaluation.task == "chain_arithmetic":
         if arguments.data is not None:
-            raise InputError("--data goes with --task aime24 or aime25; chain_arithmetic draws its own problems")
-        task = ChainArithmetic(config.task.min_operands, config.task.max_operands)
-        return task, held_out_problems(config)[: arguments.limit]
-    if arguments.data is None:
-        raise InputError(f"--task {arguments.task} needs --data FILE with its problems, .jsonl or .parquet")
-    return DatasetTask(), load_problems(arguments.data)[: arguments.limit]
+            raise InputError("--data goes with --task aime24, aime25 or dapo; chain_arithmetic draws its own problems")
+        return held_out_problems(config)[: arguments.limit], None
+    problems, report = load_problems(evaluation_source(config.evaluation, arguments.data), show_progress=True)
+    sys.stderr.write(f"{report}\n")
+    return problems[: arguments.limit], report
 
 
-def _prompt_texts(
-    problems: "Sequence[Problem]", task: str, settings: object, tokenizer: "PreTrainedTokenizerFast"
-) -> list[str]:
-    from trm_repro.config_sections import EvaluationConfig
+def _render(
+    problems: "list[Problem]", settings: "EvaluationConfig", tokenizer: "PreTrainedTokenizerFast"
+) -> "list[Problem]":
+    from trm_repro.tasks.templates import render_prompts
+
+    if settings.task == "chain_arithmetic":
+        return problems
+    rendered = render_prompts(problems, settings.prompt_template, tokenizer, "evaluation.prompt_template")
+    sys.stderr.write(f"first prompt, evaluation.prompt_template={settings.prompt_template}:\n{rendered[0].prompt}\n")
+    return rendered
+
+
+def _encode(
+    problems: "Sequence[Problem]", settings: "EvaluationConfig", tokenizer: "PreTrainedTokenizerFast", policy: Path
+) -> "list[Question]":
+    """Tokenize the prompts and check that each leaves room for an answer."""
     from trm_repro.errors import InputError
+    from trm_repro.policy import context_length
+    from trm_repro.rollout.sampler import encode_prompt
 
-    assert isinstance(settings, EvaluationConfig)
-    if task == "chain_arithmetic":
-        return [problem.prompt for problem in problems]
-    texts = [problem.prompt + INSTRUCTION for problem in problems]
-    if settings.prompt_template == "plain":
-        return texts
-    if tokenizer.chat_template is None:
-        raise InputError("evaluation.prompt_template=chat, but the policy's tokenizer has no chat template; use plain")
-    try:
-        return [
-            tokenizer.apply_chat_template(
-                [{"role": "user", "content": text}], tokenize=False, add_generation_prompt=True
-            )
-            for text in texts
-        ]
-    except Exception as error:  # jinja's, or whatever the template raises
-        raise InputError(
-            f"evaluation.prompt_template=chat, but the tokenizer's chat template fails ({str(error)[:200]}); use plain"
-        ) from error
-
-
-def _check_context(length: int, context: int, max_response_tokens: int) -> None:
-    from trm_repro.errors import InputError
-
+    context = context_length(policy)
+    questions = [
+        (problem, encode_prompt(problem.prompt, tokenizer, context, "the model's context length"))
+        for problem in problems
+    ]
+    length = max(len(prompt) for _, prompt in questions) + settings.max_response_tokens
     if length > context:
         raise InputError(
-            f"the longest prompt with evaluation.max_response_tokens={max_response_tokens} takes {length} tokens, the "
-            f"model's limit is {context}; lower evaluation.max_response_tokens"
+            f"the longest prompt with evaluation.max_response_tokens={settings.max_response_tokens} takes {length} "
+            f"tokens, the model's limit is {context}; lower evaluation.max_response_tokens"
         )
+    return questions
 
 
-def _write_answers(folder: Path, scores: dict[str, float | int | str], answers: "Sequence[ScoredResponse]") -> None:
-    import pyarrow as pa
+def _answer(
+    folder: "EvaluationFolder",
+    config: "RunConfig",
+    policy: Path,
+    tokenizer: "PreTrainedTokenizerFast",
+    questions: "list[Question]",
+) -> "tuple[list[Generation], list[Generation]]":
+    """Sample what the folder does not hold yet; returns all sampled answers and, of chain arithmetic, greedy ones."""
+    from evaluation.generations import sample_answers, write_generations
+    from trm_repro.policy import check_vocabulary
+    from trm_repro.rollout import SamplingSettings, start_engine
 
-    from pipelines.run_directory import write_atomically
-    from trm_repro.shards import write_table
+    evaluation = config.evaluation
+    is_chain = evaluation.task == "chain_arithmetic"
+    batch_size = evaluation.problems_per_batch or (len(questions) if is_chain else 1)
+    sampling = SamplingSettings(
+        max_tokens=evaluation.max_response_tokens, temperature=evaluation.temperature, top_p=evaluation.top_p
+    )
+    passes = [(folder.generations, sampling, evaluation.num_samples)]
+    if is_chain:
+        passes.append((folder.greedy, dataclasses.replace(sampling, temperature=0.0, top_p=1.0), 1))
+    engine = None
+    answers = []
+    for place, settings, num_samples in passes:
+        missing = [one for one in questions if folder.answers_to(place, one[0], num_samples) is None]
+        if missing and engine is None:  # where nothing is missing no engine is needed
+            length = max(len(prompt) for _, prompt in questions) + evaluation.max_response_tokens
+            engine = start_engine(config.rollout, policy, length)
+            check_vocabulary(tokenizer, engine.vocab_size, policy)
+        with tqdm(total=len(questions), initial=len(questions) - len(missing), desc=place.name, unit="problem") as bar:
+            for first in range(0, len(missing), batch_size):
+                assert engine is not None
+                batch = missing[first : first + batch_size]
+                write_generations(
+                    place,
+                    sample_answers(
+                        engine, tokenizer, batch, num_samples=num_samples, settings=settings, seed=config.seed
+                    ),
+                )
+                bar.update(len(batch))
+        found = [folder.answers_to(place, problem, num_samples) for problem, _ in questions]
+        answers.append([answer for group in found if group is not None for answer in group])
+    return answers[0], answers[1] if is_chain else []
 
-    write_table(folder / "answers.parquet", pa.Table.from_pylist([dataclasses.asdict(answer) for answer in answers]))
-    write_atomically(folder / "scores.json", json.dumps(scores, indent=2) + "\n")
+
+def _finish(
+    folder: "EvaluationFolder",
+    config: "RunConfig",
+    generations: "Sequence[Generation]",
+    greedy: "Sequence[Generation]",
+    out: Path | None = None,
+) -> None:
+    """Grade, sum up, write and print."""
+    from evaluation.scores import average_at_k, grade_answers
+    from evaluation.summary import headline, problem_table, summarize
+    from trm_repro.errors import InputError
+
+    task = _task(config)
+    scored = grade_answers(task, generations)
+    try:
+        summary = summarize(scored)
+    except ValueError as error:
+        raise InputError(f"{folder.path}: {error}") from None
+    settings = folder.read_settings()
+    about = settings.pop("about", {})
+    scores: dict[str, object] = {
+        "task": config.evaluation.task,
+        "policy": about.get("policy"),
+        "data": about.get("data"),
+        "grading": config.evaluation.grading,
+        "settings": settings,
+        **summary.as_dict(),
+    }
+    if greedy:
+        scores["greedy"] = average_at_k(grade_answers(task, greedy))
+    file = folder.write_scores(scores, scored, config.evaluation.grading, out or folder.path)
+    if config.evaluation.task != "chain_arithmetic":
+        sys.stderr.write(f"{problem_table(summary.problems[:MAX_ROWS_SHOWN])}\n")
+    sys.stderr.write(f"{headline(summary)}\n{file}\n")
+    shown = {name: value for name, value in scores.items() if name != "problems"}
+    sys.stdout.write(json.dumps(shown, ensure_ascii=False) + "\n")

@@ -4,6 +4,7 @@ import argparse
 import dataclasses
 import json
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -11,7 +12,7 @@ from pipelines.arguments import add_config_arguments, config_from
 from pipelines.run_directory import write_atomically
 
 if TYPE_CHECKING:
-    from evaluation.length_bias import LengthSample
+    from evaluation.length_bias import LengthRow, LengthSample
     from trm_repro.config import RunConfig
 
 HELP = "measure how each gate's rejection grows with response length (the paper's Table 2)"
@@ -58,10 +59,60 @@ def write_length_table(config: "RunConfig", checkpoint: Path | None, folder: Pat
     Raises:
         InputError: if the checkpoint is missing, damaged or of another architecture.
     """
-    from evaluation.length_bias import draw_length_bias, length_rows, length_table
+    from evaluation.length_bias import length_rows
 
     samples, threshold = _sample(config, checkpoint)
-    rows = length_rows(samples, threshold)
+    _write(length_rows(samples, threshold, seed=config.seed), folder)
+
+
+def join_length_tables(figures: Path) -> None:
+    """Write one table of the seeds that were measured into ``figures``; nothing where none was.
+
+    Args:
+        figures: holds the tables of single seeds below ``lengths``.
+    """
+    rows = [row for file in sorted(figures.glob("lengths/seed_*/table_2.json")) for row in read_length_rows(file)]
+    if rows:
+        _write(rows, figures)
+
+
+def seed_folder(config: "RunConfig") -> Path:
+    """Name the folder of one seed's table in the output folder of an experiment."""
+    return Path(config.output.dir) / "figures" / "lengths" / f"seed_{config.seed}"
+
+
+def read_length_rows(file: Path) -> "list[LengthRow]":
+    """Read a table_2.json.
+
+    Args:
+        file: as written by `write_length_table`.
+
+    Returns:
+        Its rows.
+
+    Raises:
+        InputError: if it holds something else.
+    """
+    return parse_length_rows(file.read_bytes(), str(file))
+
+
+def parse_length_rows(content: bytes, source: str) -> "list[LengthRow]":
+    """Read the content of a table_2.json; see `read_length_rows`. ``source`` names it in errors."""
+    from evaluation.length_bias import LengthRow
+    from trm_repro.errors import InputError
+
+    try:
+        return [LengthRow(**row) for row in json.loads(content)]
+    except (ValueError, TypeError):
+        raise InputError(
+            f"{source}: is no table of rejection against length with a seed in each row; delete it, reproduce and "
+            "lengths measure it again"
+        ) from None
+
+
+def _write(rows: "Sequence[LengthRow]", folder: Path) -> None:
+    from evaluation.length_bias import draw_length_bias, length_table
+
     folder.mkdir(parents=True, exist_ok=True)
     figure = draw_length_bias(rows)
     for suffix in ("png", "pdf"):

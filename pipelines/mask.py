@@ -2,13 +2,15 @@
 
 import argparse
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from pipelines.arguments import add_arm_argument, add_config_arguments, config_from
 
 if TYPE_CHECKING:
+    from torch import Tensor
+
     from trm_repro.batch import Rollout
     from trm_repro.module import TRMModule
 
@@ -29,9 +31,10 @@ def run(arguments: argparse.Namespace) -> int:
     from pipelines.checkpoints import load_into, read_checkpoint
     from pipelines.recorder import mask_rows
     from pipelines.session import set_threads
-    from pipelines.train import build_module, random_control, starting_policy
+    from pipelines.train import build_module, reference_updates, starting_policy
     from trm_repro.batch import RolloutBatch
     from trm_repro.errors import InputError
+    from trm_repro.heads import read_heads
     from trm_repro.shards import check_target, read_rollouts, write_masks
     from trm_repro.step_metrics import UpdateRecord
 
@@ -42,12 +45,13 @@ def run(arguments: argparse.Namespace) -> int:
         raise InputError(f"{path}: is the shard itself; give --out another file")
     set_threads(config.num_threads)
     rollouts, step = read_rollouts(arguments.shard)
-    module = build_module(config, starting_policy(config, show_progress=True), random_control(config))
+    module = build_module(config, starting_policy(config, show_progress=True), reference_updates(config))
     module.configure_model()
     if arguments.checkpoint is not None:
         load_into(module.policy, read_checkpoint(arguments.checkpoint), arguments.checkpoint)
-    check_shard(arguments.shard, rollouts, module)
-    batch = RolloutBatch.from_rollouts(rollouts)
+    heads = read_heads(arguments.shard.parent, rollouts)
+    check_shard(arguments.shard, rollouts, module, heads)
+    batch = RolloutBatch.from_rollouts(rollouts, heads)
     measurement = module.measure(batch)
     sequence_mask = module.mask(measurement, batch, update=0)
     record = UpdateRecord(
@@ -65,26 +69,29 @@ def run(arguments: argparse.Namespace) -> int:
     return 0
 
 
-def check_shard(path: Path, rollouts: "Sequence[Rollout]", module: "TRMModule") -> None:
+def check_shard(
+    path: Path, rollouts: "Sequence[Rollout]", module: "TRMModule", heads: "Mapping[int, Tensor] | None" = None
+) -> None:
     """Check that a module's policy can score a shard and its mask judge it.
 
     Args:
         path: the shard.
         rollouts: as read from it.
         module: with its policy built.
+        heads: for hidden states, the output head of each weight version.
 
     Raises:
         InputError: if the policy has another shape, or the criterion needs distributions the shard lacks.
     """
     from trm_repro.errors import InputError
-    from trm_repro.shards import check_fits
+    from trm_repro.shard_checks import check_fits
 
-    check_fits(path, rollouts, module.policy.model.config)
+    check_fits(path, rollouts, module.policy.model.config, heads)
     mask = module.config.mask
-    is_sampled_only = rollouts[0].log_distribution is None and rollouts[0].top_ids is None
+    is_sampled_only = all(getattr(rollouts[0], name) is None for name in ("log_distribution", "hidden", "top_ids"))
     if is_sampled_only and (mask.has_exact_max or mask.has_exact_avg):
         raise InputError(
             f"{path}: holds log-probs of the sampled tokens alone, but mask.criterion={mask.criterion} is exact and "
-            "needs rollouts sampled with rollout.distribution=full or top_k; or set mask.max_estimator=k2 and "
+            "needs rollouts sampled with rollout.distribution=full, hidden or top_k; or set mask.max_estimator=k2 and "
             "mask.avg_estimator=k3"
         )

@@ -1,21 +1,26 @@
 """The callback that ends each step: snapshot, evaluation, metrics, masks, checkpoint."""
 
-import os
 import time
+from dataclasses import replace
 from typing import Any
 
 import lightning as L  # noqa: N812
 import torch
 
-from evaluation.scores import average_at_k, score_problems
+from evaluation.scores import ScoredResponse, average_at_k, problem_scores, score_problems
+from pipelines.checkpoints import SNAPSHOTS, replace_checkpoint
 from pipelines.run_directory import RunDirectory
 from pipelines.session import Session
 from pipelines.spool import MetricsSpool, SpoolEntry
+from trm_repro import ranks
 from trm_repro.config import RunConfig, derive_seed
 from trm_repro.datamodule import RolloutDataModule, shard_name
+from trm_repro.heads import remove_unused_heads
 from trm_repro.module import TRMModule
 from trm_repro.rollout import SamplingSettings
-from trm_repro.rollout.sampler import encode_prompt
+from trm_repro.rollout.leading import lead
+from trm_repro.rollout.sampler import RolloutSampler, encode_prompt
+from trm_repro.sharding import save_snapshots
 from trm_repro.shards import MaskRow, write_masks
 from trm_repro.stage_clock import StageClock
 from trm_repro.step_bounds import step_bounds
@@ -32,7 +37,7 @@ class StepRecorder(L.Callback):
         self.config = config
         self.directory = directory
         self.session = session
-        self.spool = MetricsSpool(directory.spool_file)
+        self.spool = MetricsSpool(directory.spool_file) if ranks.is_first() else None
         self.clock = StageClock()
         self.step_began = time.perf_counter()
 
@@ -45,7 +50,7 @@ class StepRecorder(L.Callback):
 
     def on_train_epoch_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         """Note the probe of this step's rollouts; an evaluation will sync other weights."""
-        self.probe_reading = self.session.engine.reading
+        self.probe_reading = trainer.datamodule.readings.pop(trainer.current_epoch)
 
     def on_train_epoch_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         """Finish a step; the checkpoint comes last, so that what it says is on disk."""
@@ -53,6 +58,20 @@ class StepRecorder(L.Callback):
         data: RolloutDataModule = trainer.datamodule
         step, records = trainer.current_epoch, pl_module.records
         data.take_snapshot(step + 1)
+        entry = self.describe(step, records) if ranks.is_first() else None
+        is_last = step + 1 == self.config.num_steps
+        if (step + 1) % self.config.evaluation.every_steps == 0 or is_last:
+            self.evaluate(trainer, version=step + 1)
+        if entry is not None and self.spool is not None:
+            timings, spans = self.timings(entry.metrics["rollout/num_tokens"], data, pl_module)
+            self.spool.append(replace(entry, metrics=entry.metrics | timings, spans=spans, time=time.time()))
+        if (step + 1) % self.config.output.checkpoint_every_steps == 0 or is_last:
+            self.save_checkpoint(trainer)
+        if ranks.is_first():
+            self.remove_old_shards(step)
+
+    def describe(self, step: int, records: list[UpdateRecord]) -> SpoolEntry:
+        """Write a step's masks, and collect its metrics but for the times."""
         with self.clock.measure("record"):
             write_masks(self.directory.masks / shard_name(step), mask_rows(records), step)
             metrics = step_metrics(records, self.config.loss) | mask_confusions(records, self.config.mask)
@@ -61,25 +80,17 @@ class StepRecorder(L.Callback):
                 length_limit=self.config.rollout.max_response_tokens,
                 divergence_threshold=self.config.mask.max_threshold,
             )
-        is_due = (step + 1) % self.config.evaluation.every_steps == 0
-        if is_due or step + 1 == self.config.num_steps:
-            self.evaluate(trainer, version=step + 1)
         metrics |= {"probe/gap": self.probe_reading.gap, "probe/threshold": self.probe_reading.threshold}
-        timings, spans = self.timings(metrics["rollout/num_tokens"], data, pl_module)
-        num_kept = [int(record.sequence_mask.sum()) for record in records]
-        self.spool.append(
-            SpoolEntry(
-                step=step + 1,
-                kind="train",
-                time=time.time(),
-                metrics=metrics | bounds | timings,
-                num_kept=num_kept,
-                profiles=profiles,
-                spans=spans,
-            )
+        metrics["rollout/lag_steps"] = step - metrics["rollout/weight_version"]
+        return SpoolEntry(
+            step=step + 1,
+            kind="train",
+            time=time.time(),
+            metrics=metrics | bounds,
+            num_kept=[int(record.sequence_mask.sum()) for record in records],
+            rejected_lengths=[rejected_lengths(record) for record in records],
+            profiles=profiles,
         )
-        self.save_checkpoint(trainer)
-        self.remove_old_shards(step)
 
     def on_save_checkpoint(self, trainer: L.Trainer, pl_module: L.LightningModule, checkpoint: dict[str, Any]) -> None:
         """Count the step as done: it is, and a resumed run must begin the next one, not end this one again."""
@@ -94,39 +105,58 @@ class StepRecorder(L.Callback):
         """Score the newest policy on held-out problems: greedily, and by sampling."""
         data: RolloutDataModule = trainer.datamodule
         assert data.sampler is not None
-        settings = self.config.evaluation
         snapshot_version, weights = data.snapshots[-1]
         assert snapshot_version == version
         with self.clock.measure("evaluate"):
+            if data.ahead is not None:
+                data.ahead.wait()
             self.session.engine.sync(weights, run=data.run_name, version=version)
-            limit = self.config.rollout.max_prompt_tokens
-            questions = [
-                (problem, encode_prompt(problem.prompt, self.session.tokenizer, limit))
-                for problem in data.sampler.held_out
-            ]
-            greedy = score_problems(
-                self.session.engine,
-                self.session.tokenizer,
-                data.sampler.task,
-                questions[: settings.num_problems],
-                num_samples=1,
-                settings=SamplingSettings(max_tokens=settings.max_response_tokens, temperature=0.0),
-            )
-            sampled = score_problems(
-                self.session.engine,
-                self.session.tokenizer,
-                data.sampler.task,
-                questions[: settings.num_sampled_problems],
-                num_samples=settings.num_samples,
-                settings=SamplingSettings(
-                    max_tokens=settings.max_response_tokens,
-                    temperature=settings.temperature,
-                    top_p=settings.top_p,
-                ),
-                seed=derive_seed(self.config.seed, "evaluation", version),
-            )
+            scored = lead(self.session.engine.engine, lambda: self.score(data.sampler, version))
+        if scored is None or self.spool is None:
+            return
+        greedy, sampled = scored
         metrics = {"score/greedy": average_at_k(greedy), "score/avg_at_k": average_at_k(sampled)}
-        self.spool.append(SpoolEntry(step=version, kind="evaluate", time=time.time(), metrics=metrics))
+        self.spool.append(
+            SpoolEntry(
+                step=version,
+                kind="evaluate",
+                time=time.time(),
+                metrics=metrics,
+                problem_scores={"greedy": problem_scores(greedy), "avg_at_k": problem_scores(sampled)},
+            )
+        )
+
+    def score(
+        self, sampler: RolloutSampler, version: int
+    ) -> tuple[list[ScoredResponse], list[ScoredResponse]]:
+        """Answer the held-out problems with the engine's weights: greedily, and by sampling."""
+        settings = self.config.evaluation
+        limit = self.config.rollout.max_prompt_tokens
+        questions = [
+            (problem, encode_prompt(problem.prompt, self.session.tokenizer, limit)) for problem in sampler.held_out
+        ]
+        greedy = score_problems(
+            self.session.engine,
+            self.session.tokenizer,
+            sampler.held_out_task,
+            questions[: settings.num_problems],
+            num_samples=1,
+            settings=SamplingSettings(max_tokens=settings.max_response_tokens, temperature=0.0),
+        )
+        sampled = score_problems(
+            self.session.engine,
+            self.session.tokenizer,
+            sampler.held_out_task,
+            questions[: settings.num_sampled_problems],
+            num_samples=settings.num_samples,
+            settings=SamplingSettings(
+                max_tokens=settings.max_response_tokens,
+                temperature=settings.temperature,
+                top_p=settings.top_p,
+            ),
+            seed=derive_seed(self.config.seed, "evaluation", version),
+        )
+        return greedy, sampled
 
     def timings(
         self, num_tokens: float, data: RolloutDataModule, module: TRMModule
@@ -142,6 +172,9 @@ class StepRecorder(L.Callback):
         step_seconds, self.step_began = now - self.step_began, now
         metrics = {f"time/{stage}_seconds": seconds.get(stage, 0.0) for stage in SAVE_STAGES}
         metrics["time/step_seconds"] = step_seconds
+        if data.ahead is not None:
+            lag = data.ahead.lag
+            metrics |= {"overlap/sampling_seconds": lag.sampling, "overlap/waiting_seconds": lag.waiting}
         metrics["throughput/rollout_tokens_per_second"] = num_tokens / max(seconds.get("rollout", 0.0), 1e-9)
         training_seconds = max(step_seconds - seconds.get("evaluate", 0.0), 1e-9)
         metrics["throughput/step_tokens_per_second"] = num_tokens / training_seconds
@@ -152,14 +185,24 @@ class StepRecorder(L.Callback):
         with self.clock.measure("record"):
             partial = self.directory.checkpoint.with_suffix(".partial")
             trainer.save_checkpoint(partial)
-            os.replace(partial, self.directory.checkpoint)
+            if snapshots := trainer.datamodule.sharded_snapshots:
+                save_snapshots(partial / SNAPSHOTS, snapshots)
+            if ranks.is_first():
+                replace_checkpoint(partial, self.directory.checkpoint)
+            ranks.broadcast(None)
 
     def remove_old_shards(self, step: int) -> None:
         """Delete the previous step's files unless they are among those to keep."""
         previous = step - 1
         if previous >= 0 and previous % self.config.output.keep_shards_every != 0:
             (self.directory.shards / shard_name(previous)).unlink(missing_ok=True)
+            remove_unused_heads(self.directory.shards)
             (self.directory.masks / shard_name(previous)).unlink(missing_ok=True)
+
+
+def rejected_lengths(record: UpdateRecord) -> list[int]:
+    """List the response lengths of the sequences that an update rejected, tokens."""
+    return [int(length) for length in record.batch.response_lengths[~record.sequence_mask]]
 
 
 def mask_rows(records: list[UpdateRecord]) -> list[MaskRow]:

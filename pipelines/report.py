@@ -1,22 +1,22 @@
-"""`trm-repro report`: figures, summary and report.md from MLflow alone."""
+"""`trm-repro report`: figures, summary, report.md and one self-contained report.html, from MLflow alone."""
 
 import argparse
-import dataclasses
-import json
 import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from pipelines.arguments import add_config_arguments, config_from
-from pipelines.environment import describe_environment
 from pipelines.run_directory import write_atomically
 from trm_repro.config import RunConfig
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from evaluation.document import Block
     from evaluation.length_bias import LengthRow
 
 HELP = "draw the figures and write the report of an experiment, from MLflow"
-SHOWN_SECTIONS = ("task", "policy", "rollout", "loss", "update", "evaluation")
+REPORT_FILE = "report.html"
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
@@ -27,69 +27,91 @@ def configure(parser: argparse.ArgumentParser) -> None:
 def run(arguments: argparse.Namespace) -> int:
     """Run the command."""
     config = config_from(arguments)
-    for file in write_report(config):
-        sys.stdout.write(f"{file}\n")
+    files = write_report(config)
+    sys.stdout.write("".join(f"{file}\n" for file in files))
+    sys.stdout.write(f"report: {(Path(config.output.dir) / REPORT_FILE).resolve().as_uri()}\n")
     return 0
 
 
-def _length_bias(folder: Path) -> str:
-    table = folder / "figures" / "table_2.md"
-    if not table.is_file():
-        return ""
-    return f"{table.read_text(encoding='utf-8')}\n![Rejection against length](figures/table_2.png)"
-
-
-def _length_rows(folder: Path, seed: int) -> "dict[int, list[LengthRow]] | None":
-    from evaluation.length_bias import LengthRow
-
-    file = folder / "figures" / "table_2.json"
-    if not file.is_file():
-        return None
-    return {seed: [LengthRow(**row) for row in json.loads(file.read_text(encoding="utf-8"))]}
-
-
 def write_report(config: RunConfig) -> list[Path]:
-    """Write figures, summary.txt and report.md into the output folder.
+    """Write figures, summary.txt, report.md and report.html into the output folder.
 
     Args:
-        config: names the output folder and the tracking server.
+        config: names the output folder, the tracking server, and the experiment.
 
     Returns:
         The files written.
 
     Raises:
-        InputError: if MLflow has no runs of this experiment.
+        InputError: if MLflow cannot be reached or has no runs of this experiment.
     """
     import pandas as pd
 
-    from evaluation.claims import ClaimThresholds, claims_summary, evaluate_claims
-    from evaluation.figures import save_figures
+    from evaluation.claims import claims_summary, evaluate_claims
+    from evaluation.document import to_markdown
+    from evaluation.figures import FIGURES, save_figures
+    from evaluation.html import to_html
+    from evaluation.length_bias import rows_by_seed
     from evaluation.outcomes import REPORTED_METRICS, run_outcomes
-    from evaluation.report import SCORE_NAME, render_report, summary_table
+    from evaluation.recorded_thresholds import recorded_thresholds
+    from evaluation.report import SCORE_NAME, ReportData, build_report, summary_table
+    from evaluation.report_figures import BOUNDS, KEPT, file_picture, grid_picture, plan_pictures
     from evaluation.token_level import draw_token_level
-    from pipelines.tracking import flatten, read_points
+    from pipelines.tracking_reader import read_experiment
 
+    experiment, read = read_experiment(config, list(REPORTED_METRICS))
+    points = pd.DataFrame(read, columns=["arm", "seed", "run_id", "metric", "step", "value"])
     folder = Path(config.output.dir)
-    columns = ["arm", "seed", "run_id", "metric", "step", "value"]
-    points = pd.DataFrame(read_points(config, list(REPORTED_METRICS)), columns=columns)
-    claims = evaluate_claims(points, ClaimThresholds(), _length_rows(folder, config.seed))
-    figures = save_figures(points, folder / "figures", score_name=SCORE_NAME)
-    sections = {name: dataclasses.asdict(getattr(config, name)) for name in SHOWN_SECTIONS}
-    settings = {"num_steps": config.num_steps, **dict(flatten(sections))}
-    report = render_report(
-        points,
-        claims,
-        figures,
-        name=config.name,
-        settings=settings,
-        environment=describe_environment(),
-        length_bias=_length_bias(folder),
-    )
-    write_atomically(folder / "report.md", report)
-    summary = f"{summary_table(run_outcomes(points))}\n\n{claims_summary(claims)}\n"
-    write_atomically(folder / "summary.txt", summary)
+    figures = folder / "figures"
+    rows = _length_rows(config, experiment.parent.run_id)
+    recorded = recorded_thresholds({run.name: run.settings for run in experiment.runs}, config.claims)
+    claims = evaluate_claims(points, recorded.thresholds, None if rows is None else rows_by_seed(rows))
+    written = save_figures(points, figures, score_name=SCORE_NAME)
     token_level = draw_token_level()
     for suffix in ("png", "pdf"):
-        token_level.savefig(folder / "figures" / f"token_level.{suffix}", dpi=150)
-    figures += sorted([*(folder / "figures").glob("table_2.*"), *(folder / "figures").glob("token_level.*")])
-    return [folder / "report.md", folder / "summary.txt", *figures]
+        token_level.savefig(figures / f"token_level.{suffix}", dpi=150)
+    report = build_report(
+        ReportData(
+            experiment=experiment,
+            points=points,
+            claims=claims,
+            thresholds=recorded.thresholds,
+            warnings=recorded.warnings,
+            figures={plan.name: plan_pictures(points, plan, figures, score_name=SCORE_NAME) for plan in FIGURES},
+            kept=grid_picture(points, KEPT, figures / "kept.svg", title="Share of sequences kept"),
+            bounds=grid_picture(points, BOUNDS, figures / "bounds.svg", title="Bounds and surrogate, in reward units"),
+            token_level=file_picture(
+                token_level,
+                figures / "token_level.svg",
+                alt="What is left after each method against pi_roll of a token that pi_theta gives 0.9: the largest KL "
+                "among responses with gradient, and the largest ratio with a negative advantage.",
+            ),
+            lengths=[] if rows is None else _length_blocks(rows, figures),
+        )
+    )
+    write_atomically(folder / "report.md", to_markdown(report))
+    write_atomically(folder / REPORT_FILE, to_html(report))
+    summary = f"{summary_table(run_outcomes(points))}\n\n{claims_summary(claims)}\n"
+    write_atomically(folder / "summary.txt", summary)
+    others = [file for pattern in ("*.svg", "table_2.*", "token_level.p*") for file in figures.glob(pattern)]
+    texts = [folder / name for name in (REPORT_FILE, "report.md", "summary.txt")]
+    return [*texts, *written, *sorted(set(others) - set(written))]
+
+
+def _length_rows(config: RunConfig, parent_run: str) -> "list[LengthRow] | None":
+    """Read rejection against length: as just measured in the output folder, else as MLflow keeps it."""
+    from pipelines.lengths import parse_length_rows
+    from pipelines.tracking_reader import read_artifact
+
+    file = Path(config.output.dir) / "figures" / "table_2.json"
+    content = file.read_bytes() if file.is_file() else read_artifact(config, parent_run, "report/table_2.json")
+    return None if content is None else parse_length_rows(content, "table_2.json")
+
+
+def _length_blocks(rows: "Sequence[LengthRow]", folder: Path) -> "list[Block]":
+    from evaluation.length_bias import draw_length_bias
+    from evaluation.report_figures import file_picture
+    from evaluation.report_tables import lengths_table
+
+    alt = f"Share rejected against mean response length by {', '.join(rows[0].rejection)}."
+    return [lengths_table(rows), file_picture(draw_length_bias(rows), folder / "table_2.svg", alt=alt)]

@@ -16,6 +16,7 @@ from typing import Any
 from tqdm import tqdm
 
 from pipelines.arguments import add_config_arguments, split_settings
+from pipelines.lengths import join_length_tables, seed_folder
 from pipelines.run_directory import RunDirectory
 from pipelines.worker import Job, Outcome, worker_main
 from trm_repro.config import RunConfig, load_arm, load_config
@@ -34,7 +35,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     """Run the command."""
-    from pipelines.report import write_report
+    from pipelines.report import REPORT_FILE, write_report
     from pipelines.tracking import Tracker
 
     files, overrides = split_settings(arguments.settings)
@@ -52,11 +53,13 @@ def run(arguments: argparse.Namespace) -> int:
         if len(failures) == len(directories):
             tracker.close_parent(parent_run, "FAILED")
             return 1
+        join_length_tables(folder / "figures")
         files_written = write_report(config)
         tracker.log_files(parent_run, [file for file in files_written if file.is_file()], "report")
         tracker.close_parent(parent_run, "FAILED" if failures else "FINISHED")
     sys.stdout.write((folder / "summary.txt").read_text(encoding="utf-8"))
-    sys.stdout.write(f"report: {folder / 'report.md'}\nMLflow: mlflow ui --backend-store-uri {tracker.uri}\n")
+    sys.stdout.write(f"report: {(folder / REPORT_FILE).resolve().as_uri()}\n")
+    sys.stdout.write(f"MLflow: mlflow ui --backend-store-uri {tracker.uri}\n")
     return 1 if failures else 0
 
 
@@ -72,7 +75,7 @@ def plan_runs(config: RunConfig, files: list[str], overrides: list[str]) -> list
         The runs' folders.
 
     Raises:
-        InputError: if an arm is unknown, or a random control's reference is not among the arms.
+        InputError: if an arm is unknown, or the arm that a control copies is not among the arms.
     """
     plain = [override for override in overrides if override.partition("=")[0] not in ("seed", "arm")]
     runs = [
@@ -90,23 +93,27 @@ def plan_runs(config: RunConfig, files: list[str], overrides: list[str]) -> list
 
 
 class Schedule:
-    """Which job can start next: warm starts first, a random control after the arm it copies."""
+    """Which job can start next: warm starts first, a control after the arm it copies."""
 
     def __init__(self, directories: list[RunDirectory]) -> None:
         """Take stock of what is done already."""
         self.pending = [directory for directory in directories if not directory.is_finished]
         self.all = directories
         self.finished = {directory.name for directory in directories if directory.is_finished}
-        first = directories[0]
-        table = Path(first.config.output.dir) / "figures" / "table_2.md"
-        wants_lengths = bool(first.config.evaluation.length_operands) and not table.is_file()
-        self.lengths_of = first if wants_lengths else None
+        first_arm = directories[0].config.arm
+        self.lengths_of = [  # of each seed its first arm
+            directory
+            for directory in directories
+            if directory.config.arm == first_arm
+            and directory.config.evaluation.length_operands
+            and not (seed_folder(directory.config) / "table_2.md").is_file()
+        ]
         self.warm: set[int] = set()
         self.warming: set[int] = set()
 
     def next_job(self) -> tuple[Job, RunDirectory] | None:
         """Take the next job that can start now; None when nothing can, or nothing is left."""
-        from pipelines.train import random_control
+        from pipelines.train import reference_updates
 
         for directory in self.pending:
             seed = directory.config.seed
@@ -120,10 +127,11 @@ class Schedule:
             if waits or (config.seed in self.warming):
                 continue
             self.pending.remove(directory)
-            return Job(kind="train", config=config, num_kept=random_control(config)), directory
-        if self.lengths_of is not None and not self.pending and self.lengths_of.name in self.finished:
-            directory, self.lengths_of = self.lengths_of, None
-            return Job(kind="lengths", config=directory.config), directory
+            return Job(kind="train", config=config, reference=reference_updates(config)), directory
+        for directory in self.lengths_of if not self.pending else []:
+            if directory.name in self.finished:
+                self.lengths_of.remove(directory)
+                return Job(kind="lengths", config=directory.config), directory
         return None
 
     def finish(self, job: Job, directory: RunDirectory) -> None:
@@ -209,7 +217,7 @@ class Pool:
         return self.failures
 
     def _num_workers(self) -> int:
-        num_jobs = len(self.schedule.pending) + (self.schedule.lengths_of is not None)
+        num_jobs = len(self.schedule.pending) + len(self.schedule.lengths_of)
         return min(self.config.reproduce.num_workers, num_jobs)
 
     def _start(self, number: int) -> Worker:

@@ -23,7 +23,10 @@ def run(arguments: argparse.Namespace) -> int:
     from pipelines.session import open_session, set_threads
     from pipelines.train import starting_policy
     from trm_repro.datamodule import shard_name
+    from trm_repro.heads import write_head
+    from trm_repro.rollout.precision import engine_head
     from trm_repro.rollout.sampler import RolloutSampler
+    from trm_repro.sharding import policy_weights
     from trm_repro.shards import check_folder, write_rollouts
 
     config = config_from(arguments)
@@ -31,7 +34,8 @@ def run(arguments: argparse.Namespace) -> int:
     set_threads(config.num_threads)
     checkpoint = None if arguments.checkpoint is None else read_checkpoint(arguments.checkpoint)
     session = open_session(config, starting_policy(config, show_progress=True))
-    step, version = 0, 0
+    assert session.engine.probe.policy is not None
+    step, version, weights = 0, 0, policy_weights(session.engine.probe.policy)
     if checkpoint is not None:
         step, (version, weights) = checkpoint.num_steps, checkpoint.snapshots[0]
         check_snapshots(session.engine.probe.model, checkpoint, arguments.checkpoint)
@@ -39,6 +43,8 @@ def run(arguments: argparse.Namespace) -> int:
     sampler = RolloutSampler(config, session.engine, session.tokenizer)
     rollouts = sampler.sample_step(step, version)
     path = arguments.out / shard_name(step)
+    if config.rollout.distribution == "hidden":
+        write_head(arguments.out, version, engine_head(weights, config.rollout.precision))
     write_rollouts(path, rollouts, step)
     num_tokens = sum(len(rollout.response_ids) for rollout in rollouts)
     reward = sum(rollout.reward for rollout in rollouts) / len(rollouts)

@@ -10,7 +10,12 @@ from trm_repro.config import RunConfig, load_config, to_yaml
 from trm_repro.errors import InputError
 from trm_repro.file_locks import file_lock
 
-UNCOMPARED = ("name", "num_steps", "claims", "reproduce", "output", "tracking")  # keys that do not change what a step computes
+WHERE = ("num_nodes", "devices", "strategy", "accelerator", "cpu_offload", "activation_checkpointing")
+UNCOMPARED = (
+    *("name", "num_steps", "claims", "reproduce", "output", "tracking"),
+    *(f"trainer.{key}" for key in WHERE),
+    *(f"rollout.{key}" for key in ("placement", "server_urls", "weight_transfer", "overlap")),
+)  # keys that do not change what a step computes, but for rounding
 
 
 class RunDirectory:
@@ -70,7 +75,7 @@ class RunDirectory:
 def differences(there: dict[str, object], here: dict[str, object], prefix: str = "") -> Iterator[str]:
     """Name the keys in which two configurations differ, with both values."""
     for key, value in here.items():
-        if not prefix and key in UNCOMPARED:
+        if f"{prefix}{key}" in UNCOMPARED:
             continue
         other = there[key]
         if isinstance(value, dict) and isinstance(other, dict):

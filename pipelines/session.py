@@ -12,7 +12,7 @@ from transformers import PreTrainedTokenizerFast
 from trm_repro.config import RunConfig
 from trm_repro.policy import build_policy, load_tokenizer
 from trm_repro.rollout.sampler import chain_probe_contexts
-from trm_repro.rollout.synced_engine import SyncedEngine, open_engine
+from trm_repro.rollout.synced_engine import SyncedEngine, open_engine, open_shared_engine
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -54,10 +54,13 @@ def open_session(config: RunConfig, model_path: Path) -> Session:
         FaultError: if engine and policy disagree on the model.
     """
     tokenizer = load_tokenizer(model_path)
-    policy = build_policy(dataclasses.replace(config.policy, path=str(model_path)), tokenizer, seed=0)
     contexts = chain_probe_contexts(config, tokenizer)
     max_length = config.rollout.max_prompt_tokens + max(
         config.rollout.max_response_tokens, config.evaluation.max_response_tokens
     )
+    if config.trainer.is_sharded:
+        engine = open_shared_engine(config, model_path, contexts, max_length)
+        return Session(engine=engine, tokenizer=tokenizer)
+    policy = build_policy(dataclasses.replace(config.policy, path=str(model_path)), tokenizer, seed=0)
     engine = open_engine(config, model_path, policy, contexts, max_length)
     return Session(engine=engine, tokenizer=tokenizer)

@@ -22,6 +22,8 @@ class SpoolEntry:
         time: Unix time, seconds.
         metrics: by name.
         num_kept: kept sequences of each update of the step.
+        rejected_lengths: response lengths of the rejected sequences of each update, tokens; None in spools without.
+        problem_scores: of an evaluation: by name, the score of each held-out problem, in the order of the problems.
         spans: (stage, begin, end) in Unix time, seconds.
         profiles: expected divergence by position: mean_tv and mean_kl, one value for each response position.
     """
@@ -31,6 +33,8 @@ class SpoolEntry:
     time: float
     metrics: dict[str, float]
     num_kept: list[int] = field(default_factory=list)
+    rejected_lengths: list[list[int]] | None = None
+    problem_scores: dict[str, list[float]] = field(default_factory=dict)
     spans: list[tuple[str, float, float]] = field(default_factory=list)
     profiles: dict[str, list[float]] = field(default_factory=dict)
 

@@ -5,23 +5,30 @@ import dataclasses
 import sys
 import warnings
 from collections.abc import Mapping, Sequence
+from contextlib import nullcontext
 from pathlib import Path
 
 import lightning as L  # noqa: N812
+from lightning.pytorch.strategies import ModelParallelStrategy
 from tqdm import tqdm
 
 from pipelines.arguments import add_arm_argument, add_config_arguments, config_from
-from pipelines.checkpoints import read_checkpoint
+from pipelines.checkpoints import SNAPSHOTS, find_checkpoint
+from pipelines.launch import launched_rank, train_ranks
 from pipelines.recorder import StepRecorder
 from pipelines.run_directory import RunDirectory
 from pipelines.session import Session, open_session, set_threads
-from pipelines.spool import read_spool
+from pipelines.spool import SpoolEntry, read_spool
+from trm_repro import ranks
 from trm_repro.config import RunConfig
+from trm_repro.config_sections import MaskConfig, TrainerConfig
 from trm_repro.datamodule import RolloutDataModule
 from trm_repro.errors import InputError
 from trm_repro.module import TRMModule
 from trm_repro.policy import load_tokenizer, save_policy
 from trm_repro.rollout.sampler import RolloutSampler
+from trm_repro.sharding import whole_weights
+from trm_repro.steps import ReferenceUpdate
 from trm_repro.warm_start import REPORT as WARM_START_REPORT
 from trm_repro.warm_start import ensure_warm_start, warm_start_path
 
@@ -40,14 +47,20 @@ def run(arguments: argparse.Namespace) -> int:
 
     config = config_from(arguments)
     set_threads(config.num_threads)
-    num_kept = random_control(config)
+    reference = reference_updates(config)
     model_path = starting_policy(config, show_progress=True)
     directory = RunDirectory(config)
+    if launched_rank():  # another than the first
+        train_ranks(config, model_path, reference)
+        return 0
     directory.prepare()
     tracker = Tracker(config)
     tracker.open_run(directory)
     if not directory.is_finished:
-        train_run(config, open_session(config, model_path), model_path, num_kept, show_progress=True)
+        if config.trainer.is_sharded:
+            train_ranks(config, model_path, reference, show_progress=True)
+        else:
+            train_run(config, open_session(config, model_path), model_path, reference, show_progress=True)
     tracker.replay(directory)
     tracker.close_run(directory, status="FINISHED")
     last = [entry for entry in read_spool(directory.spool_file) if entry.kind == "evaluate"][-1]
@@ -70,19 +83,30 @@ def starting_policy(config: RunConfig, *, show_progress: bool = False) -> Path:
         return ensure_warm_start(config, progress)
 
 
-def build_module(config: RunConfig, model_path: Path, num_kept: Mapping[int, Sequence[int]] | None) -> TRMModule:
+def build_module(
+    config: RunConfig, model_path: Path, reference: Mapping[int, Sequence[ReferenceUpdate]] | None
+) -> TRMModule:
     """Make the module whose policy starts from a saved one."""
     policy = dataclasses.replace(config.policy, path=str(model_path))
-    return TRMModule(dataclasses.replace(config, policy=policy), load_tokenizer(model_path), num_kept)
+    return TRMModule(dataclasses.replace(config, policy=policy), load_tokenizer(model_path), reference)
 
 
-def build_trainer(num_steps: int, callbacks: list[L.Callback]) -> L.Trainer:
-    """Make the trainer: an epoch is a step, and every step has rollouts of its own."""
+def build_trainer(num_steps: int, callbacks: list[L.Callback], config: TrainerConfig | None = None) -> L.Trainer:
+    """Make the trainer: an epoch is a step, and every step has rollouts of its own.
+
+    Args:
+        num_steps: steps.
+        callbacks: of the run.
+        config: for a sharded policy, whose process group has been made; None trains in this process alone, on a CPU.
+    """
     # Warm-up counts updates, also those whose optimizer step is skipped, so the schedule may move first.
     warnings.filterwarnings("ignore", message=r"Detected call of `lr_scheduler.step\(\)` before")
+    is_sharded = config is not None and config.is_sharded
     return L.Trainer(
-        accelerator="cpu",
-        devices=1,
+        accelerator=config.accelerator if config is not None else "cpu",
+        devices=config.devices if config is not None else 1,
+        num_nodes=config.num_nodes if config is not None else 1,
+        strategy=_sharded_strategy(config) if config is not None and is_sharded else "auto",
         max_epochs=num_steps,
         reload_dataloaders_every_n_epochs=1,
         callbacks=callbacks,
@@ -95,11 +119,23 @@ def build_trainer(num_steps: int, callbacks: list[L.Callback]) -> L.Trainer:
     )
 
 
+def _sharded_strategy(config: TrainerConfig) -> ModelParallelStrategy:
+    strategy = OffloadingStrategy if config.cpu_offload else ModelParallelStrategy
+    return strategy(data_parallel_size=config.num_ranks, tensor_parallel_size=1)
+
+
+class OffloadingStrategy(ModelParallelStrategy):
+    """FSDP2 whose shards stay in host memory."""
+
+    def model_to_device(self) -> None:
+        """Leave the shards where they are; FSDP moves what it gathers."""
+
+
 def train_run(
     config: RunConfig,
     session: Session,
     model_path: Path,
-    num_kept: Mapping[int, Sequence[int]] | None = None,
+    reference: Mapping[int, Sequence[ReferenceUpdate]] | None = None,
     *,
     show_progress: bool = False,
 ) -> None:
@@ -109,54 +145,77 @@ def train_run(
         config: the run; its folder has been prepared.
         session: an engine for policies of this architecture.
         model_path: directory of the starting policy.
-        num_kept: for the random criterion, kept sequences by step, update by update.
+        reference: for a control: what the arm that it copies did, by step, update by update.
         show_progress: draw a progress bar.
 
     Raises:
         FaultError: if going on would give wrong results.
     """
     directory = RunDirectory(config)
-    with directory.locked():
-        module = build_module(config, model_path, num_kept)
+    with directory.locked() if ranks.is_first() else nullcontext():
+        module = build_module(config, model_path, reference)
         sampler = RolloutSampler(config, session.engine, session.tokenizer)
-        data = RolloutDataModule(config, sampler, run_name=str(directory.path), shard_dir=directory.shards)
+        data = RolloutDataModule(
+            config,
+            sampler,
+            run_name=str(directory.path),
+            shard_dir=directory.shards,
+            snapshot_dir=directory.checkpoint / SNAPSHOTS,
+        )
         callbacks: list[L.Callback] = [StepRecorder(config, directory, session)]
         if show_progress:
             callbacks.append(StepBar(directory.name, config.num_steps))
-        trainer = build_trainer(config.num_steps, callbacks)
-        checkpoint = directory.checkpoint if directory.checkpoint.is_file() else None
-        if checkpoint is not None:
-            read_checkpoint(checkpoint)  # a damaged one is named before anything else happens
-        trainer.fit(module, datamodule=data, ckpt_path=checkpoint, weights_only=True)
-        save_policy(module.policy, session.tokenizer, directory.policy)
-        directory.finish()
+        trainer = build_trainer(config.num_steps, callbacks, config.trainer)
+        checkpoint = None
+        if ranks.is_first():
+            checkpoint = find_checkpoint(directory.checkpoint, is_sharded=config.trainer.is_sharded)
+        trainer.fit(module, datamodule=data, ckpt_path=ranks.broadcast(checkpoint), weights_only=True)
+        weights = whole_weights(module.policy)
+        if ranks.is_first():
+            save_policy(module.policy, session.tokenizer, directory.policy, weights)
+            directory.finish()
 
 
-def random_control(config: RunConfig) -> dict[int, list[int]] | None:
-    """Read how many sequences the reference arm of a random control kept, by step.
+def reference_updates(config: RunConfig) -> dict[int, list[ReferenceUpdate]] | None:
+    """Read what the arm that a control copies did, by step.
 
     Args:
         config: the run.
 
     Returns:
-        Step (from 0) to kept sequences of each update; None unless mask.criterion is random.
+        Step (from 0) to what the reference arm did at each update; None unless mask.reference_arm is set.
 
     Raises:
-        InputError: if the reference arm has not finished with this seed in this output.dir.
+        InputError: if the reference arm has not finished with this seed in this output.dir, or was recorded without
+            what this control needs.
     """
-    if config.mask.criterion != "random":
+    arm = config.mask.reference_arm
+    if arm is None:
         return None
-    assert config.mask.reference_arm is not None
-    reference = RunDirectory(dataclasses.replace(config, arm=config.mask.reference_arm))
+    reference = RunDirectory(dataclasses.replace(config, arm=arm, mask=MaskConfig()))
     if not reference.is_finished:
         raise InputError(
             f"arm {config.arm} copies the rate of {reference.name}, which has not finished in {config.output.dir}; "
-            f"run it first: trm-repro train --arm {config.mask.reference_arm} seed={config.seed}"
+            f"run it first: trm-repro train --arm {arm} seed={config.seed}"
         )
     entries = [entry for entry in read_spool(reference.spool_file) if entry.kind == "train"]
     if len(entries) < config.num_steps:
         raise InputError(f"{reference.name} has {len(entries)} steps, {config.arm} needs {config.num_steps}")
-    return {entry.step - 1: entry.num_kept for entry in entries}
+    if config.mask.criterion == "length_matched" and any(entry.rejected_lengths is None for entry in entries):
+        raise InputError(
+            f"{reference.spool_file}: was recorded without the lengths of rejected sequences, which {config.arm} "
+            f"matches; delete {reference.path} and run {arm} again"
+        )
+    return {entry.step - 1: _updates(entry) for entry in entries}
+
+
+def _updates(entry: SpoolEntry) -> list[ReferenceUpdate]:
+    if entry.rejected_lengths is None:
+        return [ReferenceUpdate(num_kept=num_kept) for num_kept in entry.num_kept]
+    return [
+        ReferenceUpdate(num_kept=num_kept, rejected_lengths=tuple(lengths))
+        for num_kept, lengths in zip(entry.num_kept, entry.rejected_lengths, strict=True)
+    ]
 
 
 class StepBar(L.Callback):

@@ -33,9 +33,10 @@ def run(arguments: argparse.Namespace) -> int:
     from pipelines.recorder import mask_rows
     from pipelines.run_directory import write_atomically
     from pipelines.session import set_threads
-    from pipelines.train import build_module, random_control, starting_policy
+    from pipelines.train import build_module, reference_updates, starting_policy
     from trm_repro.datamodule import RolloutDataModule, shard_name
     from trm_repro.errors import InputError
+    from trm_repro.heads import read_heads
     from trm_repro.policy import load_tokenizer, save_policy
     from trm_repro.shards import check_folder, read_rollouts, write_masks
     from trm_repro.step_metrics import step_metrics
@@ -57,12 +58,13 @@ def run(arguments: argparse.Namespace) -> int:
             f"{config.update.num_updates_per_rollout} does not divide"
         )
     model_path = starting_policy(config, show_progress=True)
-    module = build_module(config, model_path, random_control(config))
+    module = build_module(config, model_path, reference_updates(config))
     module.configure_model()
     if checkpoint is not None:
         load_into(module.policy, checkpoint, arguments.checkpoint)
-    check_shard(arguments.shard, rollouts, module)
-    data = RolloutDataModule(config, None, run_name="update", stored=rollouts)
+    heads = read_heads(arguments.shard.parent, rollouts)
+    check_shard(arguments.shard, rollouts, module, heads)
+    data = RolloutDataModule(config, None, run_name="update", stored=rollouts, heads=heads)
     _train_step(module, data, step, arguments.checkpoint)
     metrics = step_metrics(module.records, config.loss)
     write_masks(arguments.out / f"masks_{shard_name(step)}", mask_rows(module.records), step)

@@ -12,9 +12,13 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from trm_repro.config import RunConfig
 from trm_repro.errors import FaultError, InputError
+
+if TYPE_CHECKING:
+    from trm_repro.steps import ReferenceUpdate  # brings torch
 
 PR_SET_PDEATHSIG = 1  # of Linux's prctl
 
@@ -27,12 +31,12 @@ class Job:
         kind: warm_start trains the seed's starting policy, train the run itself; lengths measures rejection against
             length on the run's checkpoint.
         config: the run.
-        num_kept: for a random control: kept sequences by step, update by update.
+        reference: for a control: what the arm that it copies did, by step, update by update.
     """
 
     kind: str
     config: RunConfig
-    num_kept: Mapping[int, Sequence[int]] | None = None
+    reference: "Mapping[int, Sequence[ReferenceUpdate]] | None" = None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -49,7 +53,7 @@ def worker_main(connection: Connection, log_file: Path) -> None:
         connection: receives jobs, sends outcomes.
         log_file: where everything printed goes.
     """
-    _die_with_parent()
+    die_with_parent()
     _redirect_output(log_file)
     session = None
     while True:
@@ -71,7 +75,8 @@ def worker_main(connection: Connection, log_file: Path) -> None:
 
 
 def _do(job: Job, session: object) -> object:
-    from pipelines.lengths import write_length_table
+    from pipelines.launch import train_ranks
+    from pipelines.lengths import seed_folder, write_length_table
     from pipelines.run_directory import RunDirectory
     from pipelines.session import Session, open_session, set_threads
     from pipelines.train import starting_policy, train_run
@@ -81,16 +86,19 @@ def _do(job: Job, session: object) -> object:
     if job.kind == "warm_start":
         return session
     if job.kind == "lengths":
-        write_length_table(job.config, RunDirectory(job.config).checkpoint, Path(job.config.output.dir) / "figures")
+        write_length_table(job.config, RunDirectory(job.config).checkpoint, seed_folder(job.config))
+        return None
+    if job.config.trainer.is_sharded:
+        train_ranks(job.config, model_path, job.reference)
         return None
     if session is None:
         session = open_session(job.config, model_path)
     assert isinstance(session, Session)
-    train_run(job.config, session, model_path, job.num_kept)
+    train_run(job.config, session, model_path, job.reference)
     return session
 
 
-def _die_with_parent() -> None:
+def die_with_parent() -> None:
     """End when the parent does, however it ends: two generations of workers must never write to one run."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the whole group; the parent decides
     ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)

@@ -6,14 +6,14 @@ A tensor ``[N, ...]`` holds the response tokens in row-major order of ``response
 ``dense[response_mask] = flat`` and ``flat = dense[response_mask]``.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from typing import Any
 
 import torch
 from torch import Tensor
 
-TOKEN_TENSORS = ("log_distribution", "top_ids", "top_logprobs", "experts")
+TOKEN_TENSORS = ("log_distribution", "hidden", "top_ids", "top_logprobs", "experts")
 """Optional tensors of a rollout with one row per response token; a batch has them without padding, as rollout_NAME."""
 
 
@@ -31,6 +31,8 @@ class Rollout:
         logprobs: ``[T]`` float32, nats; log pi_roll of the sampled tokens.
         log_distribution: ``[T, V]`` float32, nats; log pi_roll of every token, or None where only the sampled
             token's is stored.
+        hidden: ``[T, H]`` bfloat16 or float32, as the engine computes; its final hidden state, after the last norm,
+            from which each token was predicted, or None where it is not stored.
         top_ids: ``[T, K]`` int32; the K likeliest tokens, or None where they are not stored.
         top_logprobs: ``[T, K]`` float32, nats; log pi_roll of those tokens, or None.
         experts: ``[T, L, K]`` uint8; experts the engine routed each token to, or None for a dense model.
@@ -45,6 +47,7 @@ class Rollout:
     response_ids: tuple[int, ...]
     logprobs: Tensor
     log_distribution: Tensor | None = None
+    hidden: Tensor | None = None
     top_ids: Tensor | None = None
     top_logprobs: Tensor | None = None
     experts: Tensor | None = None
@@ -82,7 +85,11 @@ class RolloutBatch:
         groups: ``[B]`` int64.
         weight_versions: ``[B]`` int64.
         sequence_ids: ``[B]`` int64; position of each sequence in its step.
+        token_weights: ``[B, T]`` float32, factors >= 0 of each token's objective that a gate of tokens gave, or None.
         rollout_log_distribution: ``[N, V]`` float32, nats, or None.
+        rollout_hidden: ``[N, H]`` bfloat16 or float32, or None.
+        rollout_heads: ``[V, H]`` by weight version, in the dtype of ``rollout_hidden``: the output heads that turn
+            hidden states into logits; shared by every part of the batch. Or None.
         rollout_top_ids: ``[N, K]`` int32, or None.
         rollout_top_logprobs: ``[N, K]`` float32, nats, or None.
         rollout_experts: ``[N, L, K]`` uint8, or None.
@@ -98,26 +105,35 @@ class RolloutBatch:
     groups: Tensor
     weight_versions: Tensor
     sequence_ids: Tensor
+    token_weights: Tensor | None = None
     rollout_log_distribution: Tensor | None = None
+    rollout_hidden: Tensor | None = None
+    rollout_heads: Mapping[int, Tensor] | None = None
     rollout_top_ids: Tensor | None = None
     rollout_top_logprobs: Tensor | None = None
     rollout_experts: Tensor | None = None
 
     @classmethod
-    def from_rollouts(cls, rollouts: Sequence[Rollout]) -> "RolloutBatch":
+    def from_rollouts(
+        cls, rollouts: Sequence[Rollout], heads: Mapping[int, Tensor] | None = None
+    ) -> "RolloutBatch":
         """Pad rollouts to one batch.
 
         Args:
             rollouts: at least one; either all or none carry ``log_distribution``, and likewise ``experts``.
+            heads: ``[V, H]`` by weight version, for rollouts that carry ``hidden``.
 
         Returns:
             The batch, ``sequence_ids`` counting from 0.
 
         Raises:
-            ValueError: if there are no rollouts, or only some carry an optional tensor.
+            ValueError: if there are no rollouts, only some carry an optional tensor, or a version lacks its head.
         """
         if not rollouts:
             raise ValueError("a batch needs at least one rollout, got none")
+        needed = {r.weight_version for r in rollouts if r.hidden is not None}
+        if missing := needed - set(heads or {}):
+            raise ValueError(f"hidden states need the output heads of their weight versions, missing {missing}")
         sequences = [torch.tensor(r.prompt_ids + r.response_ids) for r in rollouts]
         responses = [torch.tensor(r.response_ids) for r in rollouts]
         lengths = torch.tensor([len(r.response_ids) for r in rollouts])
@@ -133,6 +149,7 @@ class RolloutBatch:
             groups=torch.tensor([r.group for r in rollouts]),
             weight_versions=torch.tensor([r.weight_version for r in rollouts]),
             sequence_ids=torch.arange(len(rollouts)),
+            rollout_heads={version: heads[version] for version in sorted(needed)} if heads and needed else None,
             **{
                 f"rollout_{name}": _cat_all_or_none([getattr(r, name) for r in rollouts], name)
                 for name in TOKEN_TENSORS
@@ -169,8 +186,8 @@ class RolloutBatch:
         values: dict[str, Any] = {}
         for field in fields(self):
             value = getattr(self, field.name)
-            if value is None:
-                values[field.name] = None
+            if value is None or field.name == "rollout_heads":
+                values[field.name] = value
             elif field.name.removeprefix("rollout_") in TOKEN_TENSORS:
                 values[field.name] = value[flat_keep]
             elif field.name == "input_ids":
@@ -181,33 +198,40 @@ class RolloutBatch:
                 values[field.name] = value[keep]
         return replace(self, **values)
 
-    def split(self, max_tokens: int) -> Iterator["RolloutBatch"]:
-        """Divide into micro-batches of consecutive sequences with at most ``max_tokens`` padded tokens each.
+    def split(self, max_tokens: int, *, packed: bool = False) -> Iterator["RolloutBatch"]:
+        """Divide into micro-batches of consecutive sequences with at most ``max_tokens`` tokens each.
 
         Args:
-            max_tokens: budget of padded tokens; a longer sequence gets a micro-batch to itself.
+            max_tokens: budget of tokens; a longer sequence gets a micro-batch to itself.
+            packed: whether padding is left out of the count, because it will be left out of the computation.
 
         Yields:
             Micro-batches that together hold every sequence once, in order.
         """
-        lengths = (self.prompt_lengths + self.response_lengths).tolist()
-        start = 0
-        while start < self.num_sequences:
-            end, longest = start, 0
-            while end < self.num_sequences and (
-                end == start or max(longest, lengths[end]) * (end - start + 1) <= max_tokens
-            ):
-                longest = max(longest, lengths[end])
-                end += 1
+        for start, end in self.spans(max_tokens, packed=packed):
             keep = torch.zeros(self.num_sequences, dtype=torch.bool, device=self.input_ids.device)
             keep[start:end] = True
             yield self.select(keep)
-            start = end
+
+    def spans(self, max_tokens: int, *, packed: bool = False) -> list[tuple[int, int]]:
+        """Say where `split` cuts: the first sequence of each micro-batch, and the one after its last."""
+        lengths = (self.prompt_lengths + self.response_lengths).tolist()
+        spans = []
+        start, longest, tokens = 0, 0, 0
+        for index, length in enumerate(lengths):
+            longest, tokens = max(longest, length), tokens + length
+            size = tokens if packed else longest * (index + 1 - start)
+            if index > start and size > max_tokens:
+                spans.append((start, index))
+                start, longest, tokens = index, length, length
+        return [*spans, (start, self.num_sequences)]
 
     def to(self, device: torch.device | str) -> "RolloutBatch":
         """Move every tensor to a device."""
-        moved = {f.name: v.to(device) for f in fields(self) if (v := getattr(self, f.name)) is not None}
-        return replace(self, **moved)
+        values = {f.name: v for f in fields(self) if (v := getattr(self, f.name)) is not None}
+        heads: Mapping[int, Tensor] | None = values.pop("rollout_heads", None)
+        moved_heads = heads and {version: head.to(device) for version, head in heads.items()}
+        return replace(self, rollout_heads=moved_heads, **{name: v.to(device) for name, v in values.items()})
 
     def dense(self, flat: Tensor, fill: float = 0.0) -> Tensor:
         """Spread ``[N]`` values of response tokens to ``[B, T]``, with ``fill`` on padding."""

@@ -90,6 +90,8 @@ class RunConfig:
         require(1 <= self.num_threads <= MAX_THREADS, "num_threads", f"between 1 and {MAX_THREADS}", self.num_threads)
         for key, value in (("arm", self.arm), ("name", self.name)):
             require_plain_name(key, value)
+        if self.task.name == "math":
+            self._require_math()
         require(self.mask.reference_arm != self.arm, "mask.reference_arm", "another arm than its own", self.arm)
         longest = self.rollout.max_prompt_tokens + max(
             self.rollout.max_response_tokens, self.evaluation.max_response_tokens
@@ -123,15 +125,42 @@ class RunConfig:
         require(
             not (self.mask.has_exact_max or self.mask.has_exact_avg) or self.rollout.distribution != "sampled",
             "rollout.distribution",
-            "full or top_k for a mask on exact divergences (or set mask.max_estimator=k2, mask.avg_estimator=k3)",
+            "full, hidden or top_k for a mask on exact divergences (or set mask.max_estimator=k2, mask.avg_estimator=k3)",
             self.rollout.distribution,
         )
+        self._check_gate()
         is_settled = self.rollout.distribution != "top_k" or self.rollout.num_top_logprobs >= LEAST_TOP_FOR_AVERAGE
         require(
             not self.mask.has_exact_avg or is_settled,
             "rollout.num_top_logprobs",
             f">= {LEAST_TOP_FOR_AVERAGE} for exact TRM-Avg: with fewer the interval is wider than its threshold",
             self.rollout.num_top_logprobs,
+        )
+
+    def _require_math(self) -> None:
+        """Check what training on a data set demands of the other sections."""
+        path, task, sizes = self.policy.path, self.evaluation.task, self.evaluation.length_operands
+        wanted = "a pretrained model where task.name is math (the warm start teaches chain arithmetic only)"
+        require(path is not None, "policy.path", wanted, path)
+        require(
+            task != "chain_arithmetic", "evaluation.task", "a data set such as aime25 where task.name is math", task
+        )
+        require(not sizes, "evaluation.length_operands", "[] where task.name is math", list(sizes))
+
+    def _check_gate(self) -> None:
+        """Check that the rollouts carry what the gate needs, and that its weights meet the loss they are made for."""
+        gate = self.mask.gate
+        require(
+            not gate.needs & {"kl", "total_variation"} or self.rollout.distribution not in ("sampled", "top_k"),
+            "rollout.distribution",
+            f"one that carries the whole distribution for mask.criterion {gate.name}",
+            self.rollout.distribution,
+        )
+        require(
+            not gate.is_weight or self.loss.name == "token_is",
+            "loss.name",
+            f"token_is for mask.criterion {gate.name}, whose weights multiply its ratios",
+            self.loss.name,
         )
 
 

@@ -52,9 +52,7 @@ class GateSpec:
 
 LOG_RATIO: frozenset[Statistic] = frozenset({"log_ratio"})
 WITH_ADVANTAGES: frozenset[Statistic] = frozenset({"log_ratio", "advantages"})
-WITH_PROBABILITIES: frozenset[Statistic] = frozenset(
-    {"log_ratio", "advantages", "rollout_logprobs", "policy_logprobs"}
-)
+WITH_PROBABILITIES: frozenset[Statistic] = frozenset({"log_ratio", "advantages", "rollout_logprobs", "policy_logprobs"})
 
 SPECS: tuple[GateSpec, ...] = (
     GateSpec(
@@ -67,7 +65,7 @@ SPECS: tuple[GateSpec, ...] = (
     GateSpec(
         name="trm_max",
         level="sequence",
-        direction="keeps max_t KL(rollout, policy) <= max_threshold; k2 of policy over rollout where KL is not given",
+        direction="keeps max_t KL(rollout, policy) <= max_threshold; k2 of policy over rollout without KL",
         source="TRM (arXiv 2512.23075v3), Algorithm 1, max criterion",
         function="paper_gates:trm_max",
         thresholds={"max_threshold": 0.05},
@@ -75,7 +73,7 @@ SPECS: tuple[GateSpec, ...] = (
     GateSpec(
         name="trm_avg",
         level="sequence",
-        direction="keeps mean_t KL(rollout, policy) <= avg_threshold; k3 of policy over rollout where KL is not given",
+        direction="keeps mean_t KL(rollout, policy) <= avg_threshold; k3 of policy over rollout without KL",
         source="TRM (arXiv 2512.23075v3), Algorithm 1, average criterion",
         function="paper_gates:trm_avg",
         thresholds={"avg_threshold": 0.001},
@@ -111,8 +109,8 @@ SPECS: tuple[GateSpec, ...] = (
         source="Liu, Li et al. 2025, When Speed Kills Stability, Seq-MIS; bounds as in verl's decoupled_seq_is_rs",
         function="sequence_gates:sequence_mis",
         thresholds={"low": 0.5, "high": 2.0},
-        note="the mask alone: the sequence ratio is not also used as a weight. TRL's sequence_mask has no lower end and "
-        "an upper one of 3; low = 0 and high = 3 give that",
+        note="the mask alone: the sequence ratio is not also used as a weight. TRL's sequence_mask has no lower end "
+        "and an upper one of 3; low = 0 and high = 3 give that",
     ),
     GateSpec(
         name="geometric",
@@ -173,8 +171,8 @@ SPECS: tuple[GateSpec, ...] = (
     GateSpec(
         name="dppo_binary_tv",
         level="token",
-        direction="rejects A > 0 with p - q > high and A <= 0 with p - q < -low; p policy, q rollout probability of the "
-        "sampled token",
+        direction="rejects A > 0 with p - q > high and A <= 0 with p - q < -low; p policy, q rollout probability of "
+        "the sampled token",
         source="DPPO (arXiv 2602.04879), Binary-TV; as in verl's dppo_tv",
         function="token_gates:dppo_binary_tv",
         thresholds={"low": 0.2, "high": 0.2},
@@ -218,8 +216,8 @@ SPECS: tuple[GateSpec, ...] = (
         name="cppo",
         level="token",
         direction="keeps w_t |p - q| <= min(threshold, threshold + budget W_(t-1) - S_(t-1)), and all updates towards "
-        "the rollout policy, A (rho_t - 1) <= 0; w_t falls from 1 to weight_floor, W and S sum w and w |p - q| before t",
-        source="CPPO (arXiv 2606.10968), Binary-TV; as documented in verl",
+        "the rollout policy, A (rho_t - 1) <= 0; w_t falls from 1 to weight_floor, W and S sum w and w |p - q| so far",
+        source="CPPO (arXiv 2606.10968), equations 8 to 10, Binary-TV",
         function="token_gates:cppo",
         thresholds={
             "threshold": 0.15,
@@ -230,8 +228,8 @@ SPECS: tuple[GateSpec, ...] = (
             "budget_ceiling": 2.0,
         },
         needs=WITH_PROBABILITIES,
-        note="the budget is calibrated on each sequence: budget_scale times a quantile of |p - q|, between budget and "
-        "budget_ceiling times it; verl's documentation has 2 for the ceiling, one version of its tests 5",
+        note="the budget is calibrated on each sequence, as for the paper's base models: budget_scale times a quantile "
+        "of |p - q|, between budget and budget_ceiling times it; the paper's main runs take a Top-K TV for |p - q|",
     ),
     GateSpec(
         name="m2po",
@@ -247,8 +245,8 @@ SPECS: tuple[GateSpec, ...] = (
     GateSpec(
         name="cispo",
         level="token",
-        direction="weighs clip(rho_t, 1 - low, 1 + high) / rho_t, so that the gradient carries the clipped ratio; policy "
-        "over rollout",
+        direction="weighs clip(rho_t, 1 - low, 1 + high) / rho_t, so that the gradient carries the clipped ratio; "
+        "policy over rollout",
         source="CISPO (MiniMax-M1, arXiv 2506.13585)",
         function="token_gates:cispo",
         thresholds={"low": 1.0, "high": 0.28},
@@ -281,11 +279,11 @@ SPECS: tuple[GateSpec, ...] = (
     GateSpec(
         name="length_matched",
         level="sequence",
-        direction="keeps as many sequences as the reference mask keeps in each of num_bins bins of length, chosen at "
+        direction="rejects as many sequences as the reference mask in each of num_length_bins bins of length, at "
         "random within the bin",
         source="control, ours",
         function="batch_gates:length_matched_control",
-        thresholds={"num_bins": 4, "seed": 0},
+        thresholds={"num_length_bins": 4, "seed": 0},
         needs=frozenset({"log_ratio", "reference_mask"}),
         is_batch_wide=True,
     ),
@@ -327,8 +325,9 @@ def fill_thresholds(spec: GateSpec, given: Mapping[str, float]) -> dict[str, flo
     for name, value in given.items():
         if name not in spec.thresholds:
             known = ", ".join(spec.thresholds) or "none"
-            raise ValueError(f"gate {spec.name} has no threshold {name!r}{_nearest(name, list(spec.thresholds))}; "
-                             f"it has {known}")
+            raise ValueError(
+                f"gate {spec.name} has no threshold {name!r}{_nearest(name, list(spec.thresholds))}; it has {known}"
+            )
         if isinstance(value, bool) or not isinstance(value, int | float) or math.isnan(value):
             raise ValueError(f"threshold {name} of gate {spec.name} must be a number, got {value!r}")
     return {**spec.thresholds, **given}

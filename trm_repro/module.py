@@ -1,5 +1,6 @@
 """Trust Region Masking as a LightningModule: one class for the dense, the mixture-of-experts and the 8B policy."""
 
+import dataclasses
 import math
 from collections.abc import Mapping, Sequence
 
@@ -8,14 +9,18 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedTokenizerFast
 
+from trm_repro import ranks
+from trm_repro.advantages import kept_advantages
 from trm_repro.batch import RolloutBatch
 from trm_repro.config import RunConfig, derive_seed
 from trm_repro.errors import FaultError
 from trm_repro.policy import Policy, build_policy
+from trm_repro.sharding import is_sharded, local, prepare_policy, shard_policy, whole
+from trm_repro.shares import Share, measure_shared
 from trm_repro.stage_clock import StageClock
 from trm_repro.step_control import StepOutcome, bound_step, copy_parameters
 from trm_repro.step_metrics import UpdateRecord
-from trm_repro.steps import Measurement, RandomControl, gate, mean_divergence, measure, surrogate_loss
+from trm_repro.steps import Control, Measurement, ReferenceUpdate, gate, mean_divergence, surrogate_loss, weigh_tokens
 
 
 class TRMModule(L.LightningModule):
@@ -27,29 +32,33 @@ class TRMModule(L.LightningModule):
         self,
         config: RunConfig,
         tokenizer: PreTrainedTokenizerFast | None = None,
-        num_kept: Mapping[int, Sequence[int]] | None = None,
+        reference: Mapping[int, Sequence[ReferenceUpdate]] | None = None,
     ) -> None:
         """Set up; the policy itself is built in `configure_model`.
 
         Args:
             config: the run.
             tokenizer: gives vocabulary size and special tokens to a policy built from sizes.
-            num_kept: for mask.criterion random: number of sequences to keep, by step, update by update.
+            reference: for a control: what the arm that it copies did, by step, update by update.
         """
         super().__init__()
         self.automatic_optimization = False
         self.config = config
         self.tokenizer = tokenizer
-        self.num_kept = num_kept
+        self.reference = reference
         self.clock = StageClock()
         self.records: list[UpdateRecord] = []
         self.fixed_mask: dict[int, bool] = {}
+        self.share = Share()
 
     def configure_model(self) -> None:
-        """Build the policy, once."""
+        """Build the policy, once, and divide it over the ranks where there are several."""
         if not hasattr(self, "policy"):
             seed = derive_seed(self.config.seed, "initial weights")
             self.policy = build_policy(self.config.policy, self.tokenizer, seed)
+        prepare_policy(self.policy, self.config.trainer)
+        if self.device_mesh is not None and not is_sharded(self.policy):
+            shard_policy(self.policy, self.config.trainer, self.device_mesh["data_parallel"])
 
     def configure_optimizers(self) -> tuple[list[torch.optim.Optimizer], list[torch.optim.lr_scheduler.LRScheduler]]:
         """Make the optimizer and its linear warm-up, counted in updates."""
@@ -75,6 +84,8 @@ class TRMModule(L.LightningModule):
         """Forget the last step's records; with mask.timing=once, decide all masks before the first update."""
         self.records = []
         self.fixed_mask = {}
+        self.share = getattr(self.trainer.datamodule, "share", self.share)
+        self.share.to(self.device)
         if self.config.mask.timing == "once":
             masks: dict[int, bool] = {}
             for index, batch in enumerate(self.trainer.train_dataloader):
@@ -87,14 +98,12 @@ class TRMModule(L.LightningModule):
         with self.clock.measure("mask"):
             measurement = self.measure(batch)  # lines 1 and 2: divergences under the current policy
             sequence_mask = self.mask(measurement, batch, batch_idx)  # line 3
+            batch = weigh_tokens(self.weigh(batch, sequence_mask, batch_idx), measurement, self.config.mask)
         with self.clock.measure("update"):
             loss, has_gradient = self.backward_kept(batch, sequence_mask)  # line 4
             before = copy_parameters(self.policy) if self.config.update.step_limit is not None else None
             gradient_norm, is_skipped = self.step_optimizer(has_gradient)  # line 5
-        step = None
-        if before is not None and not is_skipped:
-            with self.clock.measure("control"):
-                step = self.bound_step(before, batch, measurement, sequence_mask)
+        step = None if is_skipped else self.bound_step(before, batch, measurement, sequence_mask)
         self.records.append(
             UpdateRecord(
                 batch=batch,
@@ -111,7 +120,8 @@ class TRMModule(L.LightningModule):
 
     def on_train_batch_end(self, outputs: object, batch: RolloutBatch, batch_idx: int) -> None:
         """Stop when an update left weights that are not finite: nothing after it would mean anything."""
-        if not all(bool(weight.isfinite().all()) for weight in self.policy.parameters()):
+        is_finite = all(bool(local(weight.detach()).isfinite().all()) for weight in self.policy.parameters())
+        if ranks.any_rank(not is_finite):
             raise FaultError(
                 f"the policy's weights are not finite after update {batch_idx} of step {self.current_epoch}; lower "
                 "update.learning_rate or update.max_gradient_norm"
@@ -119,9 +129,10 @@ class TRMModule(L.LightningModule):
 
     def measure(self, batch: RolloutBatch) -> Measurement:
         """Score a minibatch with the current policy, without gradient."""
-        return measure(
+        return measure_shared(
             self.policy,
             batch,
+            self.share,
             temperature=self.config.rollout.temperature,
             tokens_per_micro_batch=self.config.update.tokens_per_micro_batch,
         )
@@ -132,11 +143,40 @@ class TRMModule(L.LightningModule):
             kept = [self.fixed_mask[sequence] for sequence in batch.sequence_ids.tolist()]
             return torch.tensor(kept, device=batch.rewards.device)
         control = None
-        if self.num_kept is not None:
+        if self.reference is not None:
             seed = derive_seed(self.config.seed, "random mask", self.current_epoch, update)
             generator = torch.Generator().manual_seed(seed)
-            control = RandomControl(num_kept=self.num_kept[self.current_epoch][update], generator=generator)
-        return gate(measurement, batch.response_mask, self.config.mask, control)
+            control = Control(reference=self.reference[self.current_epoch][update], generator=generator)
+        return gate(measurement, batch.response_mask, self.config.mask, control, batch)
+
+    def weigh(self, batch: RolloutBatch, sequence_mask: Tensor, update: int) -> RolloutBatch:
+        """Give the minibatch the advantages of loss.baseline.
+
+        With ``kept``, a group's mean and deviation are over those of its sequences that the mask keeps now. A group is
+        spread over the minibatches of its epoch, so the others are masked, too, by the current policy; that is what
+        makes it slower.
+
+        Args:
+            batch: the minibatch of this update.
+            sequence_mask: ``[B]`` bool.
+            update: index of the update in its step.
+
+        Returns:
+            The minibatch, with its advantages as they were for ``all``.
+        """
+        if self.config.loss.baseline == "all":
+            return batch
+        num_minibatches = self.config.update.num_updates_per_rollout
+        first = update - update % num_minibatches  # of this epoch
+        voters = [(batch, sequence_mask)]
+        for index, other in enumerate(self.trainer.train_dataloader):
+            if first <= index < first + num_minibatches and index != update:
+                other = other.to(batch.rewards.device)
+                voters.append((other, self.mask(self.measure(other), other, index)))
+        rewards, groups = (torch.cat([getattr(part, name) for part, _ in voters]) for name in ("rewards", "groups"))
+        keep = torch.cat([mask for _, mask in voters])
+        advantages = kept_advantages(rewards, groups, keep, self.config.loss.advantage_epsilon)
+        return dataclasses.replace(batch, advantages=advantages[: batch.num_sequences])
 
     def backward_kept(self, batch: RolloutBatch, sequence_mask: Tensor) -> tuple[float, bool]:
         """Backpropagate the kept sequences; a rejected one, or one with advantage 0, would add exactly zero.
@@ -153,44 +193,54 @@ class TRMModule(L.LightningModule):
         if not bool(contributes.any()):
             return 0.0, False
         counted = sequence_mask if self.config.loss.denominator == "kept" else torch.ones_like(sequence_mask)
+        parts, num_fillers = self.share.passes(
+            batch.select(contributes),
+            self.config.update.tokens_per_micro_batch,
+            packed=self.policy.is_packing,
+        )
         loss = 0.0
-        for micro_batch in batch.select(contributes).split(self.config.update.tokens_per_micro_batch):
-            part = surrogate_loss(
+        for part in parts:
+            part_loss = surrogate_loss(
                 self.policy,
-                micro_batch,
+                part,
                 self.config.loss,
                 temperature=self.config.rollout.temperature,
-                denominator=float(counted.sum()),
+                denominator=float(counted.sum()) / ranks.num_ranks(),  # FSDP averages gradients over ranks
             )
-            self.manual_backward(part)
-            loss += part.item()
+            self.manual_backward(part_loss)
+            loss += part_loss.item()
+        for _ in range(num_fillers):
+            self.manual_backward(0.0 * self.policy(self.share.filler()).logprobs.sum())
+        loss = ranks.total(loss) / ranks.num_ranks()
         return loss, True
 
     def bound_step(
-        self, before: list[Tensor], batch: RolloutBatch, measurement: Measurement, sequence_mask: Tensor
-    ) -> StepOutcome:
+        self, before: list[Tensor] | None, batch: RolloutBatch, measurement: Measurement, sequence_mask: Tensor
+    ) -> StepOutcome | None:
         """Shrink or undo a step that left the policy too far from the rollout policy (update.step_limit).
 
         Args:
-            before: the parameters before the step.
+            before: the parameters before the step; None where steps are not bounded.
             batch: B sequences.
             measurement: of the batch, before the step.
             sequence_mask: ``[B]`` bool; the divergence is that of the kept ones.
 
         Returns:
-            What became of the step.
+            What became of the step, or None.
         """
         limit = self.config.update.step_limit
-        assert limit is not None
+        if before is None or limit is None:
+            return None
         kept = batch.select(sequence_mask)
-        return bound_step(
-            self.policy,
-            before,
-            lambda: mean_divergence(self.measure(kept), kept.response_mask),
-            divergence_before=mean_divergence(measurement, batch.response_mask & sequence_mask[:, None]),
-            limit=limit,
-            max_halvings=self.config.update.step_halvings,
-        )
+        with self.clock.measure("control"):
+            return bound_step(
+                self.policy,
+                before,
+                lambda: mean_divergence(self.measure(kept), kept.response_mask),
+                divergence_before=mean_divergence(measurement, batch.response_mask & sequence_mask[:, None]),
+                limit=limit,
+                max_halvings=self.config.update.step_halvings,
+            )
 
     def step_optimizer(self, has_gradient: bool) -> tuple[float, bool]:
         """Clip the gradient and step, unless there is no gradient or it is not finite.
@@ -206,7 +256,9 @@ class TRMModule(L.LightningModule):
         """
         if not has_gradient:
             return 0.0, True
-        norm = torch.nn.utils.clip_grad_norm_(self.policy.parameters(), self.config.update.max_gradient_norm)
+        norm = whole(
+            torch.nn.utils.clip_grad_norm_(self.policy.parameters(), self.config.update.max_gradient_norm)
+        )
         if not math.isfinite(norm.item()):
             return norm.item(), True
         self.optimizers().step()

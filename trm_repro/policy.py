@@ -23,7 +23,8 @@ from trm_repro.batch import RolloutBatch
 from trm_repro.certified import TopLogprobs
 from trm_repro.config_sections import PolicyConfig
 from trm_repro.errors import InputError
-from trm_repro.vocab import token_logprobs, token_statistics
+from trm_repro.packing import pack
+from trm_repro.vocab import HiddenRollout, token_logprobs, token_statistics
 
 PAD, BOS, EOS = "<pad>", "<bos>", "<eos>"
 VOCABULARY_FILES = ("tokenizer.json", "vocab.*", "*.model", "*.tiktoken", "tekken.json", "tokenizer.*.json")
@@ -41,6 +42,8 @@ class PolicyOutput(NamedTuple):
         total_variation: ``[N]`` float32 in [0, 1].
         kl_low: ``[N]`` float64, nats; certified lower end of KL.
         kl_high: ``[N]`` float64, nats; certified upper end of KL.
+        rebuilt_logprobs: ``[N]`` float32, nats; log pi_roll of the sampled tokens, rebuilt from hidden states.
+        rebuilt_tolerance: ``[N]`` float32, nats; how far rounding can put those from the engine's own.
         experts: ``[N, L, K]`` int64; experts each token's prediction was routed to.
     """
 
@@ -50,6 +53,8 @@ class PolicyOutput(NamedTuple):
     total_variation: Tensor | None = None
     kl_low: Tensor | None = None
     kl_high: Tensor | None = None
+    rebuilt_logprobs: Tensor | None = None
+    rebuilt_tolerance: Tensor | None = None
     experts: Tensor | None = None
 
 
@@ -57,6 +62,8 @@ class Policy(nn.Module):
     """Scores the response tokens of a batch under pi_theta."""
 
     model: Any  # a Hugging Face causal language model; its parts are not typed
+    is_packing: bool = False
+    """Whether a batch's sequences are laid one after another in one row instead of being padded."""
 
     def __init__(self, model: nn.Module) -> None:
         """Wrap a Hugging Face causal language model."""
@@ -78,9 +85,9 @@ class Policy(nn.Module):
         """
         has_router = hasattr(self.model.config, "num_experts")
         routing = {"output_router_logits": True} if measure and has_router else {}
-        output = self.model.model(input_ids=batch.input_ids, use_cache=False, **routing)
-        rows, columns = predicting_positions(batch)
-        hidden = output.last_hidden_state[rows, columns]  # [N, H]
+        inputs, predicting = self._inputs(batch)
+        output = self.model.model(**inputs, use_cache=False, **routing)
+        hidden = output.last_hidden_state.flatten(0, 1)[predicting]  # [N, H]
         token_ids = batch.response_ids[batch.response_mask]  # [N]
         head_weight = self.model.lm_head.weight  # [V, H]
         if not measure:
@@ -89,19 +96,47 @@ class Policy(nn.Module):
             hidden,
             head_weight,
             token_ids,
-            rollout_log_distribution=batch.rollout_log_distribution,
-            rollout_top=_rollout_top(batch, token_ids),
+            rollout=_rollout_distribution(batch, token_ids),
             temperature=temperature,
         )
         experts = None
         if routing:
             top_k = self.model.config.num_experts_per_tok
-            layers = [logits.view(*batch.input_ids.shape, -1)[rows, columns] for logits in output.router_logits]
+            layers = [logits.view(-1, logits.shape[-1])[predicting] for logits in output.router_logits]
             experts = torch.stack([layer.topk(top_k, dim=-1).indices for layer in layers], dim=1)  # [N, L, K]
         return PolicyOutput(*statistics, experts)
 
+    def next_token_distribution(self, input_ids: Tensor, lengths: Tensor) -> Tensor:
+        """Compute what follows each sequence.
 
-def _rollout_top(batch: RolloutBatch, token_ids: Tensor) -> TopLogprobs | None:
+        Args:
+            input_ids: ``[B, S]`` int64, padded on the right.
+            lengths: ``[B]`` int64; tokens of each sequence, at least one.
+
+        Returns:
+            ``[B, V]`` float32, nats.
+        """
+        output = self.model.model(input_ids=input_ids, use_cache=False)
+        last = output.last_hidden_state[torch.arange(len(lengths), device=lengths.device), lengths - 1]  # [B, H]
+        return torch.log_softmax(self.model.lm_head(last).float(), dim=-1)
+
+    def _inputs(self, batch: RolloutBatch) -> tuple[dict[str, Tensor], Tensor]:
+        """Return the model's inputs, and where in them, row after row, each response token is predicted: ``[N]``."""
+        if self.is_packing:
+            packed = pack(batch)
+            return {"input_ids": packed.input_ids, "position_ids": packed.position_ids}, packed.predicting
+        rows, columns = predicting_positions(batch)
+        return {"input_ids": batch.input_ids}, rows * batch.input_ids.shape[1] + columns
+
+
+def _rollout_distribution(batch: RolloutBatch, token_ids: Tensor) -> Tensor | HiddenRollout | TopLogprobs | None:
+    if batch.rollout_log_distribution is not None:
+        return batch.rollout_log_distribution
+    if batch.rollout_hidden is not None:
+        if batch.rollout_heads is None:
+            raise ValueError("a batch with hidden states needs the output heads of their weight versions")
+        versions = batch.weight_versions[:, None].expand_as(batch.response_mask)[batch.response_mask]  # [N]
+        return HiddenRollout(hidden=batch.rollout_hidden, versions=versions, heads=batch.rollout_heads)
     if batch.rollout_top_ids is None or batch.rollout_top_logprobs is None:
         return None
     return TopLogprobs(
@@ -291,9 +326,18 @@ def load_tokenizer(path: str | Path) -> PreTrainedTokenizerFast:
     return tokenizer
 
 
-def save_policy(policy: Policy, tokenizer: PreTrainedTokenizerFast, path: Path) -> None:
-    """Write weights (safetensors), configuration and tokenizer to a directory that transformers and vLLM load."""
-    policy.model.save_pretrained(path)
+def save_policy(
+    policy: Policy, tokenizer: PreTrainedTokenizerFast, path: Path, weights: dict[str, Tensor] | None = None
+) -> None:
+    """Write weights (safetensors), configuration and tokenizer to a directory that transformers and vLLM load.
+
+    Args:
+        policy: its configuration and, without ``weights``, its weights are written.
+        tokenizer: of the policy.
+        path: the directory.
+        weights: of the policy's model by name, where the policy itself has only a part of them.
+    """
+    policy.model.save_pretrained(path, state_dict=weights)
     tokenizer.save_pretrained(path)
 
 

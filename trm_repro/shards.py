@@ -31,6 +31,7 @@ ROLLOUT_SCHEMA = pa.schema(
         ("response_ids", pa.list_(pa.int32())),
         ("rollout_logprobs", pa.list_(pa.float32())),
         ("rollout_log_distribution", pa.list_(pa.float32())),
+        ("rollout_hidden", pa.large_binary()),
         ("rollout_top_ids", pa.list_(pa.int32())),
         ("rollout_top_logprobs", pa.list_(pa.float32())),
         ("rollout_experts", pa.list_(pa.uint8())),
@@ -46,7 +47,9 @@ TOKEN_DTYPES = {
     "top_logprobs": torch.float32,
     "experts": torch.uint8,
 }
-TOKEN_DIMENSIONS = {"log_distribution": 2, "top_ids": 2, "top_logprobs": 2, "experts": 3}
+HIDDEN_DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32}
+"""Hidden states are stored as their bytes, in the machine's order: Parquet has no bfloat16."""
+TOKEN_DIMENSIONS = {"log_distribution": 2, "hidden": 2, "top_ids": 2, "top_logprobs": 2, "experts": 3}
 UNREADABLE = (ValueError, RuntimeError, TypeError, OverflowError)
 LOGPROB_SLACK = 1e-4
 """Nats by which rounding can lift a log-prob above 0."""
@@ -93,7 +96,7 @@ def write_rollouts(path: Path, rollouts: Sequence[Rollout], step: int) -> None:
         ValueError: if an optional tensor is present in some rollouts alone.
         InputError: if the file cannot be written.
     """
-    shapes = {}
+    shapes: dict[str, list[int]] = {}
     for name in TOKEN_TENSORS:
         values = [getattr(rollout, name) for rollout in rollouts]
         if any((value is None) != (values[0] is None) for value in values):
@@ -106,13 +109,17 @@ def write_rollouts(path: Path, rollouts: Sequence[Rollout], step: int) -> None:
         "prompt_ids": [np.asarray(r.prompt_ids, dtype=np.int32) for r in rollouts],
         "response_ids": [np.asarray(r.response_ids, dtype=np.int32) for r in rollouts],
         "rollout_logprobs": [r.logprobs.numpy() for r in rollouts],
-        **{f"rollout_{name}": [_flat(getattr(r, name)) for r in rollouts] for name in TOKEN_TENSORS},
+        **{f"rollout_{name}": [_flat(getattr(r, name)) for r in rollouts] for name in TOKEN_DTYPES},
+        "rollout_hidden": [_bytes(r.hidden) for r in rollouts],
         "finished": [r.finished for r in rollouts],
         "reward": [r.reward for r in rollouts],
         "advantage": [r.advantage for r in rollouts],
         "weight_version": [r.weight_version for r in rollouts],
     }
-    metadata = {"trm_repro": json.dumps({"kind": "rollouts", "shapes": shapes})}
+    about = {"kind": "rollouts", "shapes": shapes}
+    if rollouts[0].hidden is not None:
+        about["hidden_dtype"] = str(rollouts[0].hidden.dtype).removeprefix("torch.")
+    metadata = {"trm_repro": json.dumps(about)}
     write_table(path, pa.table(columns, schema=ROLLOUT_SCHEMA.with_metadata(metadata)))
 
 
@@ -127,17 +134,18 @@ def read_rollouts(path: Path) -> tuple[list[Rollout], int]:
 
     Raises:
         InputError: if the file is missing, damaged, or no rollout shard, or a row holds what no sampling gives; whether
-            the rollouts fit a policy says `check_fits`.
+            the rollouts fit a policy says `trm_repro.shard_checks.check_fits`.
     """
     table = _read(path, "rollouts", ROLLOUT_SCHEMA, optional=[f"rollout_{name}" for name in TOKEN_TENSORS])
-    shapes = json.loads(table.schema.metadata[b"trm_repro"]).get("shapes")
+    about = json.loads(table.schema.metadata[b"trm_repro"])
+    shapes, hidden_dtype = about.get("shapes"), HIDDEN_DTYPES.get(about.get("hidden_dtype"))
     if not isinstance(shapes, dict):
         raise InputError(f"{path}: does not say the shapes of its token tensors; it was not written by this version")
     rollouts: list[Rollout] = []
     steps: set[int] = set()
     for number, row in enumerate(table.to_pylist()):
         try:
-            rollout = _to_rollout(row, shapes)
+            rollout = _to_rollout(row, shapes, hidden_dtype)
             _check_values(rollout)
             steps.add(_at_least_0(row["step"], "step"))
             if len(steps) > 1:
@@ -154,58 +162,6 @@ def read_rollouts(path: Path) -> tuple[list[Rollout], int]:
     if not rollouts:
         raise InputError(f"{path}: has no rollouts")
     return rollouts, steps.pop()
-
-
-def check_fits(path: Path, rollouts: Sequence[Rollout], model_config: Any) -> None:  # noqa: ANN401
-    """Check that a policy can score rollouts: vocabulary, longest sequence, experts.
-
-    Args:
-        path: the shard they were read from, for the message.
-        rollouts: as read by `read_rollouts`.
-        model_config: Hugging Face configuration of the policy.
-
-    Raises:
-        InputError: if they were sampled from a policy of another shape; names the file and the row.
-    """
-    vocab_size = int(model_config.vocab_size)
-    longest = getattr(model_config, "max_position_embeddings", None)
-    for number, rollout in enumerate(rollouts):
-        reason = None
-        num_tokens = len(rollout.prompt_ids) + len(rollout.response_ids)
-        for name in ("prompt_ids", "response_ids"):
-            if max(getattr(rollout, name)) >= vocab_size:
-                reason = f"{name} holds token {max(getattr(rollout, name))}, the policy's are 0 to {vocab_size - 1}"
-        if longest is not None and num_tokens > longest:
-            reason = f"prompt and response take {num_tokens} tokens, the policy's limit is {longest}"
-        width = vocab_size if rollout.log_distribution is None else rollout.log_distribution.shape[1]
-        if width != vocab_size:
-            reason = f"log_distribution is over {width} tokens, the policy's vocabulary has {vocab_size}"
-        if rollout.top_ids is not None and int(rollout.top_ids.max()) >= vocab_size:
-            reason = f"top_ids holds token {int(rollout.top_ids.max())}, the policy's are 0 to {vocab_size - 1}"
-        reason = reason or _expert_misfit(rollout.experts, model_config)
-        if reason is not None:
-            raise InputError(
-                f"{path}: row {number} does not fit the policy ({reason}); give the policy or checkpoint the shard was "
-                "sampled from"
-            )
-
-
-def _expert_misfit(experts: Tensor | None, model_config: Any) -> str | None:  # noqa: ANN401
-    """Say why a policy cannot have routed tokens to these experts, ``[T, L, K]``; None where it can."""
-    if experts is None:
-        return None
-    num_experts, top_k = (getattr(model_config, name, None) for name in ("num_experts", "num_experts_per_tok"))
-    if num_experts is None or top_k is None:
-        return "it has experts, the policy is dense"
-    every = getattr(model_config, "decoder_sparse_step", 1)
-    dense = getattr(model_config, "mlp_only_layers", None) or ()
-    layers = [i for i in range(model_config.num_hidden_layers) if i not in dense and (i + 1) % every == 0]
-    if tuple(experts.shape[1:]) != (len(layers), top_k):
-        found, expected = "{} layers of {}".format(*experts.shape[1:]), f"{len(layers)} layers of {top_k}"
-        return f"each token has {found} experts, the policy routes in {expected}"
-    if int(experts.max()) >= num_experts:
-        return f"experts holds expert {int(experts.max())}, the policy's are 0 to {num_experts - 1}"
-    return None
 
 
 def write_masks(path: Path, rows: Sequence[MaskRow], step: int) -> None:
@@ -314,7 +270,8 @@ def write_table(path: Path, table: pa.Table) -> None:
         raise
 
 
-def _to_rollout(row: dict[str, Any], shapes: dict[str, Any]) -> Rollout:
+def _to_rollout(row: dict[str, Any], shapes: dict[str, Any], hidden_dtype: torch.dtype | None) -> Rollout:
+    dtypes = TOKEN_DTYPES | {"hidden": hidden_dtype}
     for name in ("prompt_ids", "response_ids"):
         if None in row[name]:
             raise ValueError(f"{name} has an empty entry")
@@ -323,7 +280,9 @@ def _to_rollout(row: dict[str, Any], shapes: dict[str, Any]) -> Rollout:
         prompt_ids=tuple(row["prompt_ids"]),
         response_ids=tuple(row["response_ids"]),
         logprobs=torch.tensor(row["rollout_logprobs"], dtype=torch.float32),
-        **{name: _token_tensor(name, row[f"rollout_{name}"], shapes.get(name)) for name in TOKEN_TENSORS},
+        **{
+            name: _token_tensor(name, row[f"rollout_{name}"], shapes.get(name), dtypes[name]) for name in TOKEN_TENSORS
+        },
         finished=row["finished"],
         reward=row["reward"],
         advantage=row["advantage"],
@@ -331,13 +290,19 @@ def _to_rollout(row: dict[str, Any], shapes: dict[str, Any]) -> Rollout:
     )
 
 
-def _token_tensor(name: str, values: list[float] | None, shape: list[int] | None) -> Tensor | None:
+def _token_tensor(
+    name: str, values: list[float] | bytes | None, shape: list[int] | None, dtype: torch.dtype | None
+) -> Tensor | None:
     if values is None:
         return None
     is_list = isinstance(shape, list) and all(type(size) is int and size > 0 for size in shape)
     if shape is None or not is_list or len(shape) != TOKEN_DIMENSIONS[name] - 1:
         raise ValueError(f"the file says shape {shape} for {name}; expected {TOKEN_DIMENSIONS[name] - 1} sizes >= 1")
-    return torch.tensor(values, dtype=TOKEN_DTYPES[name]).reshape(-1, *shape)
+    if dtype is None:
+        raise ValueError(f"the file says no dtype for {name}; expected one of {', '.join(HIDDEN_DTYPES)}")
+    if isinstance(values, bytes):
+        return torch.frombuffer(bytearray(values), dtype=dtype).reshape(-1, *shape)
+    return torch.tensor(values, dtype=dtype).reshape(-1, *shape)
 
 
 def _check_values(rollout: Rollout) -> None:
@@ -375,6 +340,10 @@ def _at_least_0(value: int, name: str) -> int:
 
 def _flat(value: Tensor | None) -> np.ndarray | None:
     return None if value is None else value.reshape(-1).numpy()
+
+
+def _bytes(value: Tensor | None) -> bytes | None:
+    return None if value is None else value.contiguous().view(torch.uint8).numpy().tobytes()
 
 
 def _read(path: Path, kind: str, schema: pa.Schema, optional: Sequence[str]) -> pa.Table:

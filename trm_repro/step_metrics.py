@@ -172,6 +172,10 @@ def _divergence_metrics(records: Sequence[UpdateRecord]) -> dict[str, float]:
         metrics["divergence/k1_mean"] = float(k1_divergence(finite).mean())
         metrics |= _distribution("divergence/k2", k2_divergence(finite))
         metrics |= _distribution("divergence/k3", k3_divergence(finite))
+    errors = [record.measurement.rebuilding_error for record in records]
+    if errors[0] is not None:
+        metrics["rollout/rebuilding_error_mean"] = float(_tokens(records, errors).mean())
+        metrics["rollout/rebuilding_error_max"] = float(_tokens(records, errors).max())
     kl = [record.measurement.kl for record in records]
     total_variation = [record.measurement.total_variation for record in records]
     if kl[0] is not None:
@@ -190,6 +194,10 @@ def _mask_metrics(records: Sequence[UpdateRecord]) -> dict[str, float]:
     for name, subset in subsets.items():
         if bool(subset.any()):
             metrics[f"mask/kept_{name}_fraction"] = float(mask[subset].float().mean())
+    if records[0].batch.token_weights is not None:
+        weights = _tokens(records, [record.batch.token_weights for record in records])
+        metrics["mask/kept_token_fraction"] = float((weights > 0).float().mean())
+        metrics["mask/token_weight_mean"] = float(weights.mean())
     return metrics
 
 

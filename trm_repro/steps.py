@@ -4,23 +4,28 @@ Training and the stage commands call the same functions. Shape letters: B sequen
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
 
 from trm_repro.batch import RolloutBatch
 from trm_repro.certified import CertifiedMask, KLInterval, certified_mask
-from trm_repro.config_sections import LossConfig, MaskConfig, MaskCriterion
+from trm_repro.config_sections import LossConfig, MaskConfig
 from trm_repro.divergence import k2_divergence, k3_divergence, log_ratio
+from trm_repro.errors import FaultError
+from trm_repro.gate_specs import GATE_SPECS
 from trm_repro.losses import OBJECTIVES, ClipRange, reduce_objective
 from trm_repro.masks import (
+    TokenStatistics,
     finite_mask,
-    ln_trm_mask,
+    gate_mask,
+    kept_sequences,
+    length_matched_mask,
     max_divergence_mask,
     mean_divergence_mask,
     random_mask,
-    ser_mask,
+    token_weights,
 )
 from trm_repro.policy import Policy
 
@@ -36,6 +41,8 @@ class Measurement:
         kl: ``[B, T]`` float32, nats; exact KL(pi_roll || pi_theta), or None.
         total_variation: ``[B, T]`` float32, or None.
         kl_interval: ``[B, T]`` ends, nats; what KL is at least and at most, or None.
+        rebuilding_error: ``[B, T]`` float32, nats; distance of the sampled tokens' log pi_roll, rebuilt from hidden
+            states, to what the engine returned; 0 where that is not finite. None without hidden states.
         is_flipped: ``[B, T]`` bool; whether engine and policy routed the token to other experts in some layer, or
             None without routing.
     """
@@ -47,13 +54,30 @@ class Measurement:
     total_variation: Tensor | None
     is_flipped: Tensor | None
     kl_interval: KLInterval | None = None
+    rebuilding_error: Tensor | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
-class RandomControl:
-    """What the random criterion needs: how many to keep, and chance."""
+class ReferenceUpdate:
+    """What the arm that a control copies did at one update.
+
+    Example: of four sequences it rejected two, of 12 and 31 tokens: ``ReferenceUpdate(num_kept=2,
+    rejected_lengths=(12, 31))``.
+
+    Attributes:
+        num_kept: sequences it kept.
+        rejected_lengths: response lengths of those it rejected, tokens; None where that was not recorded.
+    """
 
     num_kept: int
+    rejected_lengths: tuple[int, ...] | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Control:
+    """What the criteria random and length_matched need: what the other arm did, and chance."""
+
+    reference: ReferenceUpdate
     generator: torch.Generator
 
 
@@ -65,12 +89,13 @@ def measure(policy: Policy, batch: RolloutBatch, *, temperature: float, tokens_p
         policy: pi_theta.
         batch: B sequences.
         temperature: sampling temperature of the rollouts.
-        tokens_per_micro_batch: padded tokens in one forward pass.
+        tokens_per_micro_batch: tokens in one forward pass, padding counted unless the policy packs.
 
     Returns:
         Log-probs, divergences, entropy and routing, per token.
     """
-    outputs = [policy(part, temperature=temperature, measure=True) for part in batch.split(tokens_per_micro_batch)]
+    parts = batch.split(tokens_per_micro_batch, packed=policy.is_packing)
+    outputs = [policy(part, temperature=temperature, measure=True) for part in parts]
 
     def dense(name: str) -> Tensor | None:
         parts = [getattr(output, name) for output in outputs]
@@ -93,7 +118,24 @@ def measure(policy: Policy, batch: RolloutBatch, *, temperature: float, tokens_p
         total_variation=dense("total_variation"),
         is_flipped=is_flipped,
         kl_interval=None if kl_low is None or kl_high is None else KLInterval(kl_low, kl_high),
+        rebuilding_error=_rebuilding_error(batch, dense("rebuilt_logprobs"), dense("rebuilt_tolerance")),
     )
+
+
+def _rebuilding_error(batch: RolloutBatch, rebuilt: Tensor | None, tolerance: Tensor | None) -> Tensor | None:
+    """Compare log pi_roll rebuilt from hidden states with the engine's own, ``[B, T]``; stop where rounding is not it."""
+    if rebuilt is None or tolerance is None:
+        return None
+    is_known = batch.response_mask & batch.rollout_logprobs.isfinite()
+    error = torch.where(is_known, (rebuilt - batch.rollout_logprobs).abs(), torch.zeros_like(rebuilt))
+    if not bool((error <= tolerance).all()):  # also catches NaN
+        worst = int((error - tolerance).nan_to_num(torch.inf).argmax())
+        raise FaultError(
+            f"hidden states do not match: they rebuild a sampled token's log-prob {error.flatten()[worst]:.1e} nats from "
+            f"the engine's own, above the {tolerance.flatten()[worst]:.1e} that rounding explains; states or output head "
+            "are not those it was sampled with"
+        )
+    return error
 
 
 def mean_divergence(measurement: Measurement, token_mask: Tensor) -> float:
@@ -112,24 +154,74 @@ def mean_divergence(measurement: Measurement, token_mask: Tensor) -> float:
 
 @torch.no_grad()
 def gate(
-    measurement: Measurement, response_mask: Tensor, config: MaskConfig, control: RandomControl | None = None
+    measurement: Measurement,
+    response_mask: Tensor,
+    config: MaskConfig,
+    control: Control | None = None,
+    batch: RolloutBatch | None = None,
 ) -> Tensor:
     """Decide which sequences to keep (Algorithm 1, line 3).
 
-    A sequence with a non-finite log-ratio is rejected under every criterion.
+    A sequence with a non-finite log-ratio is rejected under every criterion. Of a gate of tokens, a sequence is kept
+    when some token of it is; `weigh_tokens` gives the rest.
 
     Args:
         measurement: of the B sequences.
         response_mask: ``[B, T]`` bool.
         config: the mask's section.
-        control: for criterion random.
+        control: for the criteria random and length_matched.
+        batch: for gates that look at advantages or probabilities.
 
     Returns:
         ``[B]`` bool.
     """
     is_finite = finite_mask(measurement.log_ratio, response_mask)
-    inputs = MaskInputs(measurement=measurement, response_mask=response_mask, config=config, control=control)
+    inputs = MaskInputs(
+        measurement=measurement, response_mask=response_mask, config=config, control=control, batch=batch
+    )
     return is_finite & CRITERIA[config.criterion](inputs)
+
+
+def weigh_tokens(batch: RolloutBatch, measurement: Measurement, config: MaskConfig) -> RolloutBatch:
+    """Give the minibatch the token weights of a gate of tokens; under a gate of sequences it stays as it is.
+
+    Args:
+        batch: B sequences.
+        measurement: of them.
+        config: the mask's section.
+
+    Returns:
+        The minibatch, with ``token_weights`` where the gate decides tokens.
+    """
+    if config.gate.level == "sequence":
+        return batch
+    statistics = token_statistics(measurement, batch.response_mask, batch)
+    mask = gate_mask(config.criterion, statistics, **config.gate_thresholds)
+    return replace(batch, token_weights=token_weights(mask, batch.response_mask))
+
+
+def token_statistics(
+    measurement: Measurement, response_mask: Tensor, batch: RolloutBatch | None = None
+) -> TokenStatistics:
+    """Gather what a gate may look at.
+
+    Args:
+        measurement: of B sequences.
+        response_mask: ``[B, T]`` bool.
+        batch: the same sequences, for advantages and rollout log-probs.
+
+    Returns:
+        The statistics; without a batch, those of log-ratios and divergences alone.
+    """
+    return TokenStatistics(
+        log_ratio=measurement.log_ratio,
+        response_mask=response_mask,
+        policy_logprobs=measurement.policy_logprobs,
+        rollout_logprobs=None if batch is None else batch.rollout_logprobs,
+        kl=measurement.kl,
+        total_variation=measurement.total_variation,
+        advantages=None if batch is None else batch.advantages,
+    )
 
 
 def surrogate_loss(
@@ -149,14 +241,16 @@ def surrogate_loss(
     """
     policy_logprobs = batch.dense(policy(batch, temperature=temperature).logprobs)  # [B, T]
     ratio = log_ratio(policy_logprobs, batch.rollout_logprobs)
-    objective = OBJECTIVES[config.name](ratio, batch.advantages, clip_range(config))
+    objective = OBJECTIVES[config.name](ratio, batch.response_mask, batch.advantages, clip_range(config))
+    if batch.token_weights is not None:
+        objective = objective * batch.token_weights
     return reduce_objective(
         objective, batch.response_mask, denominator=denominator, length_normalizer=config.length_normalizer
     )
 
 
 def clip_range(config: LossConfig) -> ClipRange:
-    """Take PPO's clip range out of the loss's section."""
+    """Take the clip range out of the loss's section."""
     return ClipRange(low=config.clip_low, high=config.clip_high)
 
 
@@ -167,11 +261,13 @@ class MaskInputs:
     measurement: Measurement
     response_mask: Tensor
     config: MaskConfig
-    control: RandomControl | None
+    control: Control | None
+    batch: RolloutBatch | None = None
 
 
-def _keep_all(inputs: MaskInputs) -> Tensor:
-    return torch.ones(inputs.response_mask.shape[0], dtype=torch.bool, device=inputs.response_mask.device)
+def _registered(inputs: MaskInputs) -> Tensor:
+    statistics = token_statistics(inputs.measurement, inputs.response_mask, inputs.batch)
+    return kept_sequences(gate_mask(inputs.config.criterion, statistics, **inputs.config.gate_thresholds))
 
 
 def _trm_max(inputs: MaskInputs) -> Tensor:
@@ -200,26 +296,28 @@ def _trm_max_avg(inputs: MaskInputs) -> Tensor:
     return _trm_max(inputs) & _trm_avg(inputs)
 
 
-def _ln_trm(inputs: MaskInputs) -> Tensor:
-    config = inputs.config
-    return ln_trm_mask(
-        inputs.measurement.log_ratio,
-        inputs.response_mask,
-        epsilon=config.ln_trm_epsilon,
-        delta=config.ln_trm_delta,
-        threshold=config.ln_trm_threshold,
-    )
-
-
-def _ser(inputs: MaskInputs) -> Tensor:
-    return ser_mask(inputs.measurement.log_ratio, inputs.response_mask, inputs.config.ser_threshold)
-
-
 def _random(inputs: MaskInputs) -> Tensor:
-    if inputs.control is None:
-        raise ValueError(f"criterion random copies the rate of {inputs.config.reference_arm}, which was not given")
-    mask = random_mask(inputs.response_mask.shape[0], inputs.control.num_kept, inputs.control.generator)
+    control = _control(inputs)
+    mask = random_mask(inputs.response_mask.shape[0], control.reference.num_kept, control.generator)
     return mask.to(inputs.response_mask.device)
+
+
+def _length_matched(inputs: MaskInputs) -> Tensor:
+    control = _control(inputs)
+    if control.reference.rejected_lengths is None:
+        raise ValueError(f"criterion length_matched needs the lengths that {inputs.config.reference_arm} rejected")
+    lengths = inputs.response_mask.sum(dim=-1)  # [B]
+    mask = length_matched_mask(
+        lengths, control.reference.rejected_lengths, inputs.config.num_length_bins, control.generator
+    )
+    return mask.to(inputs.response_mask.device)
+
+
+def _control(inputs: MaskInputs) -> Control:
+    if inputs.control is None:
+        criterion, arm = inputs.config.criterion, inputs.config.reference_arm
+        raise ValueError(f"criterion {criterion} copies the rate of {arm}, which was not given")
+    return inputs.control
 
 
 def _certified(inputs: MaskInputs, *, max_threshold: float | None = None, avg_threshold: float | None = None) -> Tensor:
@@ -252,12 +350,13 @@ def certified_decision(measurement: Measurement, response_mask: Tensor, config: 
     )
 
 
-CRITERIA: dict[MaskCriterion, Callable[[MaskInputs], Tensor]] = {
-    "none": _keep_all,
+OF_TRAINING: dict[str, Callable[[MaskInputs], Tensor]] = {
     "trm_max": _trm_max,
     "trm_avg": _trm_avg,
     "trm_max_avg": _trm_max_avg,
-    "ln_trm": _ln_trm,
-    "ser": _ser,
     "random": _random,
+    "length_matched": _length_matched,
 }
+"""Gates for which a run's settings say more than thresholds: estimators, certified intervals, another arm's rate."""
+
+CRITERIA: dict[str, Callable[[MaskInputs], Tensor]] = {name: OF_TRAINING.get(name, _registered) for name in GATE_SPECS}

@@ -4,7 +4,7 @@ import statistics
 import pytest
 import torch
 
-from trm_repro.advantages import grpo_advantages
+from trm_repro.advantages import grpo_advantages, kept_advantages
 
 
 def test_one_right_of_four_by_hand():
@@ -52,3 +52,30 @@ def test_each_group_has_mean_zero_and_deviation_one_as_epsilon_vanishes():
 def test_shapes_must_agree():
     with pytest.raises(ValueError, match=r"rewards \(2,\) and groups \(3,\) differ"):
         grpo_advantages(torch.zeros(2), torch.zeros(3, dtype=torch.long))
+
+
+def test_rejected_sequences_do_not_vote_by_hand():
+    # Group 0 keeps rewards 1, 0, 0: mean 1/3, deviation sqrt(2)/3, so (2/3) / (sqrt(2)/3) = sqrt(2) and -1/sqrt(2).
+    rewards = torch.tensor([1.0, 0.0, 1.0, 0.0, 1.0, 0.0])
+    groups = torch.tensor([0, 0, 0, 0, 1, 1])
+    keep = torch.tensor([True, True, False, True, True, True])
+    advantages = kept_advantages(rewards, groups, keep, 1e-9)
+    half = 2**-0.5
+    assert advantages.tolist() == pytest.approx([2 * half, -half, 0.0, -half, 1.0, -1.0], abs=1e-6)
+    assert torch.equal(kept_advantages(rewards, groups, torch.ones(6, dtype=torch.bool)), grpo_advantages(rewards, groups))
+
+
+def test_a_group_with_fewer_than_two_kept_or_equal_kept_rewards_gets_exactly_zero():
+    rewards = torch.tensor([1.0, 0.0, 0.0, 1.0, 1.0, 0.0])
+    groups = torch.tensor([0, 0, 1, 1, 2, 2])
+    keep = torch.tensor([True, False, False, False, True, False])
+    assert kept_advantages(rewards, groups, keep).tolist() == [0.0] * 6
+    agree = kept_advantages(
+        torch.tensor([1.0, 1.0, 0.0]), torch.zeros(3, dtype=torch.long), torch.tensor([True, True, False])
+    )
+    assert agree.tolist() == [0.0] * 3
+
+
+def test_the_mask_must_have_a_decision_for_each_reward():
+    with pytest.raises(ValueError, match="rewards .* and keep .* differ"):
+        kept_advantages(torch.zeros(2), torch.zeros(2, dtype=torch.long), torch.ones(3, dtype=torch.bool))

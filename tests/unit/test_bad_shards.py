@@ -15,11 +15,11 @@ from pipelines.checkpoints import Checkpoint, check_snapshots, load_into, read_c
 from tests.unit.builders import EXPERTS_PER_TOKEN, NUM_EXPERTS, NUM_LAYERS, VOCAB_SIZE, make_rollout, tiny_policy
 from trm_repro.errors import InputError
 from trm_repro.rollout.synced_engine import policy_weights
+from trm_repro.shard_checks import check_fits
 from trm_repro.shards import (
     MASK_SCHEMA,
     ROLLOUT_SCHEMA,
     MaskRow,
-    check_fits,
     check_folder,
     read_masks,
     read_rollouts,
@@ -29,7 +29,7 @@ from trm_repro.shards import (
 
 DENSE = tiny_policy("dense").model.config
 MOE = tiny_policy("moe").model.config
-SHAPES = {"log_distribution": [2], "top_ids": [2], "top_logprobs": [2], "experts": [1, 2]}
+SHAPES = {"log_distribution": [2], "hidden": [3], "top_ids": [2], "top_logprobs": [2], "experts": [1, 2]}
 ROW = {
     "step": 4,
     "group": 0,
@@ -37,6 +37,7 @@ ROW = {
     "response_ids": [2, 3],
     "rollout_logprobs": [-1.0, -1.0],
     "rollout_log_distribution": [-1.0] * 4,
+    "rollout_hidden": b"\x00" * 12,
     "rollout_top_ids": [0, 1, 0, 1],
     "rollout_top_logprobs": [-1.0] * 4,
     "rollout_experts": [0, 1, 1, 0],
@@ -47,8 +48,9 @@ ROW = {
 }
 
 
-def write_rows(path, *changes, shapes=SHAPES):
-    metadata = {"trm_repro": json.dumps({"kind": "rollouts", "shapes": shapes})}
+def write_rows(path, *changes, shapes=SHAPES, hidden_dtype="bfloat16"):
+    about = {"kind": "rollouts", "shapes": shapes, "hidden_dtype": hidden_dtype}
+    metadata = {"trm_repro": json.dumps(about)}
     rows = [ROW | change for change in changes]
     pq.write_table(pa.Table.from_pylist(rows, schema=ROLLOUT_SCHEMA.with_metadata(metadata)), path)
 
@@ -85,6 +87,11 @@ def test_the_row_that_the_next_tests_damage_is_sound_by_itself(tmp_path):
         ({"rollout_top_ids": [0, 1, 1, 1]}, "top_ids names a token twice"),
         ({"rollout_top_ids": None}, "top_ids and top_logprobs differ"),
         ({"rollout_log_distribution": None}, "log_distribution is present in some rows and missing in others"),
+        ({"rollout_hidden": b"\x00" * 13}, ""),
+        ({"rollout_hidden": b"\x00" * 10}, ""),
+        ({"rollout_hidden": b""}, ""),
+        ({"rollout_hidden": b"\x00" * 6}, "hidden has 1 rows, the response has 2 tokens"),
+        ({"rollout_hidden": None}, "hidden is present in some rows and missing in others"),
         ({"reward": math.nan}, "reward is nan; expected 0 to 1"),
         ({"reward": 1.5}, "reward is 1.5; expected 0 to 1"),
         ({"reward": -0.5}, "reward is -0.5; expected 0 to 1"),
@@ -117,6 +124,24 @@ def test_token_tensors_of_an_unknown_shape_are_refused_and_not_dropped(tmp_path,
     path = tmp_path / "step.parquet"
     write_rows(path, {}, shapes=SHAPES | {"log_distribution": shape})
     assert "for log_distribution; expected 1 sizes >= 1" in refusal(read_rollouts, path)
+
+
+def test_hidden_states_of_an_unknown_dtype_are_refused(tmp_path):
+    path = tmp_path / "step.parquet"
+    write_rows(path, {}, hidden_dtype="float128")
+    assert "the file says no dtype for hidden; expected one of bfloat16, float32" in refusal(read_rollouts, path)
+
+
+def test_hidden_states_or_a_head_of_another_policy_do_not_fit(tmp_path):
+    path, own = tmp_path / "step.parquet", torch.zeros(VOCAB_SIZE, DENSE.hidden_size)
+    fitting = replace(make_rollout(2), hidden=torch.zeros(2, DENSE.hidden_size))
+    check_fits(path, [fitting], DENSE, {0: own})
+    message = refusal(check_fits, path, [replace(fitting, hidden=torch.zeros(2, 7))], DENSE, {0: own})
+    assert message.startswith(
+        f"{path}: row 0 does not fit the policy (hidden states are of 7 values, the policy's of 32)"
+    )
+    message = refusal(check_fits, path, [fitting], DENSE, {0: own[:-1]})
+    assert f"the head of weight version 0 beside it is over {VOCAB_SIZE - 1} tokens" in message
 
 
 def test_a_rollout_of_the_policys_own_shape_fits(tmp_path):
@@ -173,7 +198,8 @@ def test_an_exact_criterion_on_a_shard_of_sampled_log_probs_is_refused_and_an_es
     exact = Module(MaskConfig(criterion="trm_max", max_estimator="exact"))
     message = refusal(mask_command.check_shard, tmp_path, rollouts, exact)
     assert (
-        "mask.criterion=trm_max is exact and needs rollouts sampled with rollout.distribution=full or top_k" in message
+        "mask.criterion=trm_max is exact and needs rollouts sampled with rollout.distribution=full, hidden or top_k"
+        in message
     )
     mask_command.check_shard(tmp_path, rollouts, Module(MaskConfig(criterion="trm_max", max_estimator="k2")))
     mask_command.check_shard(tmp_path, [make_rollout(3)], exact)

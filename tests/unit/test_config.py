@@ -11,8 +11,9 @@ import yaml
 
 from pipelines.config import config_text
 from trm_repro.config import CONF_DIR, RunConfig, arm_names, derive_seed, load_arm, load_config, to_yaml
-from trm_repro.config_sections import LossName, MaskCriterion
+from trm_repro.config_sections import LossName
 from trm_repro.errors import InputError
+from trm_repro.gate_specs import GATE_SPECS
 from trm_repro.losses import OBJECTIVES
 from trm_repro.steps import CRITERIA
 
@@ -92,7 +93,7 @@ def test_scientific_notation_is_a_number():
 
 
 def test_choices_are_those_of_the_dispatch_tables():
-    assert set(get_args(MaskCriterion)) == set(CRITERIA)
+    assert set(GATE_SPECS) == set(CRITERIA)
     assert set(get_args(LossName)) == set(OBJECTIVES)
 
 

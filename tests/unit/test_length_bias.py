@@ -1,10 +1,12 @@
 """Table 2 and the token-level figure: counts by hand, predictions by formula."""
 
+import dataclasses
+
 import numpy as np
 import pytest
 import torch
 
-from evaluation.length_bias import LengthSample, draw_length_bias, length_rows, length_table
+from evaluation.length_bias import LengthSample, draw_length_bias, length_rows, length_table, rows_by_seed
 from evaluation.token_level import LABELS, draw_token_level
 
 
@@ -21,14 +23,14 @@ SAMPLES = [sample(2, [2, 2], [1, 0], [False, True]), sample(5, [8, 8], [1, 0], [
 
 
 def test_rejection_and_violations_are_counted_by_size():
-    short, long = length_rows(SAMPLES, threshold=0.05)
+    short, long = length_rows(SAMPLES, threshold=0.05, seed=1)
     assert (short.rejection["gate"], long.rejection["gate"]) == (0.5, 1.0)
     assert (short.token_violation_fraction, long.token_violation_fraction) == (0.25, 1 / 16)
     assert (short.mean_length, long.mean_length) == (2.0, 8.0)
 
 
 def test_prediction_takes_the_violation_rate_of_all_sizes():
-    rows = length_rows(SAMPLES, threshold=0.05)
+    rows = length_rows(SAMPLES, threshold=0.05, seed=1)
     p = 2 / 20  # two of twenty tokens
     assert rows[0].predicted_rejection == pytest.approx(1 - (1 - p) ** 2)
     assert rows[1].predicted_rejection == pytest.approx(1 - (1 - p) ** 8)
@@ -36,18 +38,32 @@ def test_prediction_takes_the_violation_rate_of_all_sizes():
 
 def test_a_token_at_the_threshold_does_not_violate():
     exact = sample(2, [2], [1], [True])
-    assert length_rows([exact], threshold=float(torch.tensor(0.2)))[0].token_violation_fraction == 0.0
+    assert length_rows([exact], threshold=float(torch.tensor(0.2)), seed=1)[0].token_violation_fraction == 0.0
 
 
 def test_table_has_a_line_a_size_and_a_column_a_gate():
-    lines = length_table(length_rows(SAMPLES, threshold=0.05)).splitlines()
+    lines = length_table(length_rows(SAMPLES, threshold=0.05, seed=1)).splitlines()
     assert lines[0].endswith("| gate |")
-    assert lines[2] == "| 2 | 2 | 2 | 0.2500 | 0.19 | 0.50 |"
+    assert lines[2] == "| 2 | 1 | 2 | 2 | 0.2500 | 0.19 | 0.50 |"
     assert len(lines) == 4
 
 
+def test_several_seeds_stand_as_mean_smallest_and_largest():
+    others = [dataclasses.replace(row, seed=2, rejection={"gate": 0.2}) for row in length_rows(SAMPLES, 0.05, seed=2)]
+    rows = [*length_rows(SAMPLES, 0.05, seed=1), *others]
+    short = length_table(rows).splitlines()[2]
+    assert short.startswith("| 2 | 2 | 4 | 2 (2 to 2) |")
+    assert short.endswith("| 0.35 (0.20 to 0.50) |")
+    axes = draw_length_bias(rows).axes[0]
+    (gate,) = [line for line in axes.get_lines() if line.get_label() == "gate"]
+    assert list(gate.get_ydata()) == pytest.approx([0.35, 0.6])
+    bars = axes.collections[0].get_segments()
+    assert [[y for _, y in bar] for bar in bars] == [[0.2, 0.5], [0.2, 1.0]]
+    assert {seed: len(group) for seed, group in rows_by_seed(rows).items()} == {1: 2, 2: 2}
+
+
 def test_figure_draws_every_gate_and_the_prediction():
-    axes = draw_length_bias(length_rows(SAMPLES, threshold=0.05)).axes[0]
+    axes = draw_length_bias(length_rows(SAMPLES, threshold=0.05, seed=1)).axes[0]
     drawn = {line.get_label(): list(line.get_ydata()) for line in axes.get_lines()}
     assert drawn["gate"] == [0.5, 1.0]
     assert drawn["1 - (1 - p)^T"] == pytest.approx([0.19, 1 - 0.9**8])

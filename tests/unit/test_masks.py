@@ -3,7 +3,15 @@ import math
 import pytest
 import torch
 
-from trm_repro.masks import finite_mask, max_divergence_mask, mean_divergence_mask, random_mask, sequence_mask
+from trm_repro.masks import (
+    finite_mask,
+    length_matched_mask,
+    max_divergence_mask,
+    mean_divergence_mask,
+    random_mask,
+    sequence_mask,
+)
+from trm_repro.masks.controls import fit_counts
 
 
 def random_case(seed):
@@ -191,3 +199,65 @@ def test_negative_divergences_are_compared_as_they_are():
 def test_a_log_ratio_of_another_shape_than_the_mask_is_refused():
     with pytest.raises(ValueError, match="differ in shape"):
         finite_mask(torch.zeros(2, 3), torch.ones(2, 1, dtype=torch.bool))
+
+
+# --- length-matched control ---
+
+
+def rejected(lengths, rejected_lengths, num_bins, seed):
+    generator = torch.Generator().manual_seed(seed)
+    mask = length_matched_mask(torch.tensor(lengths), rejected_lengths, num_bins, generator)
+    return sorted(length for length, kept in zip(lengths, mask.tolist(), strict=True) if not kept)
+
+
+@pytest.mark.parametrize(
+    ("wanted", "room", "expected"),
+    [
+        ([2, 1, 0], [3, 3, 3], [2, 1, 0]),  # all fit
+        ([3, 0, 0], [1, 1, 5], [1, 1, 1]),  # nearest bin first, then the next
+        ([0, 3, 0], [1, 1, 1], [1, 1, 1]),
+        ([0, 2, 0], [1, 1, 1], [1, 1, 0]),  # of two as near the lower
+        ([0, 4, 2], [2, 1, 4], [2, 1, 3]),  # room that a later bin wants itself is not taken twice
+        ([0, 0], [0, 2], [0, 0]),
+    ],
+)
+def test_counts_that_do_not_fit_move_to_the_nearest_bin_with_room(wanted, room, expected):
+    assert fit_counts(wanted, room) == expected
+
+
+def test_the_length_matched_mask_rejects_by_bin_of_length():
+    lengths = [4, 5, 6, 7, 40, 41, 42, 43]  # two bins, the median between them
+    for seed in range(20):
+        assert [length >= 40 for length in rejected(lengths, [100, 30, 3], 2, seed)] == [False, True, True]
+
+
+def test_inside_a_bin_chance_alone_decides_whom_the_length_matched_mask_rejects():
+    counts = dict.fromkeys([4, 5, 6, 7, 40, 41, 42, 43], 0)
+    generator = torch.Generator().manual_seed(0)
+    num_draws = 4000
+    for _ in range(num_draws):
+        mask = length_matched_mask(torch.tensor(list(counts)), [4, 40, 40], 2, generator)
+        for length, kept in zip(counts, mask.tolist(), strict=True):
+            counts[length] += not kept
+    shares = [count / num_draws for count in counts.values()]
+    assert shares == pytest.approx([0.25] * 4 + [0.5] * 4, abs=0.04)  # 4 standard errors are 0.03
+
+
+def test_with_one_bin_the_length_matched_mask_is_the_random_one():
+    lengths = torch.arange(3, 13)
+    found = length_matched_mask(lengths, [1, 2, 3, 4], 1, torch.Generator().manual_seed(3))
+    others = random_mask(10, 4, torch.Generator().manual_seed(3))  # keeps whom the other rejects
+    assert torch.equal(found, ~others)
+
+
+@pytest.mark.parametrize("rejected_lengths", [[], [7] * 5, [7] * 6, [1, 2, 3, 900, 901, 902]])
+def test_the_length_matched_mask_rejects_as_many_as_it_is_told(rejected_lengths):
+    for lengths in ([5, 5, 5, 5, 5, 5], [1, 2, 3, 4, 5, 60]):
+        assert len(rejected(lengths, rejected_lengths, 4, 0)) == len(rejected_lengths)
+
+
+def test_the_length_matched_mask_cannot_reject_more_than_there_are():
+    with pytest.raises(ValueError, match="at most 2 lengths, got 3"):
+        length_matched_mask(torch.tensor([1, 2]), [1, 1, 1], 4, torch.Generator())
+    with pytest.raises(ValueError, match="num_bins must be >= 1"):
+        length_matched_mask(torch.tensor([1, 2]), [1], 0, torch.Generator())

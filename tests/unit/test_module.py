@@ -13,6 +13,7 @@ from trm_repro.datamodule import RolloutDataModule, minibatches
 from trm_repro.errors import FaultError
 from trm_repro.module import TRMModule
 from trm_repro.policy import build_policy, build_tokenizer
+from trm_repro.steps import ReferenceUpdate
 from trm_repro.tasks.chain_arithmetic import ALPHABET
 
 TOKENIZER = build_tokenizer(ALPHABET)
@@ -60,9 +61,9 @@ def rollouts_of(config: RunConfig, *, shift: float = 0.0) -> list[Rollout]:
     return rollouts
 
 
-def fit(config: RunConfig, rollouts: list[Rollout], num_kept=None) -> tuple[TRMModule, dict[str, torch.Tensor]]:
+def fit(config: RunConfig, rollouts: list[Rollout], reference=None) -> tuple[TRMModule, dict[str, torch.Tensor]]:
     """Train one step; returns the module and the weights it started from."""
-    module = TRMModule(config, TOKENIZER, num_kept)
+    module = TRMModule(config, TOKENIZER, reference)
     module.policy = build_policy(config.policy, TOKENIZER, seed=5)
     before = {name: weight.detach().clone() for name, weight in module.policy.named_parameters()}
     build_trainer(1, []).fit(module, datamodule=RolloutDataModule(config, None, run_name="t", stored=rollouts))
@@ -135,7 +136,7 @@ def test_weights_that_are_not_finite_stop_the_run():
 
 def test_random_control_keeps_the_given_numbers():
     config = small_config("random_as_trm_avg_0.001")
-    module, _ = fit(config, rollouts_of(config), {0: [3, 1]})
+    module, _ = fit(config, rollouts_of(config), {0: [ReferenceUpdate(num_kept=3), ReferenceUpdate(num_kept=1)]})
     assert [int(record.sequence_mask.sum()) for record in module.records] == [3, 1]
 
 
@@ -186,3 +187,40 @@ def test_one_class_serves_dense_experts_and_8b():
 
 def test_training_step_stays_short_enough_to_read_as_the_algorithm():
     assert len(inspect.getsource(TRMModule.training_step).splitlines()) <= 25
+
+
+def test_length_matched_control_keeps_as_many_and_rejects_the_long_ones():
+    config = small_config("length_as_trm_avg_0.001", "mask.num_length_bins=2")
+    long = ReferenceUpdate(num_kept=2, rejected_lengths=(90, 90))
+    module, _ = fit(config, rollouts_of(config), {0: [long, long]})
+    for record in module.records:
+        lengths = record.batch.response_lengths  # no two are equal
+        assert sorted(lengths[~record.sequence_mask].tolist()) == lengths.sort().values[2:].tolist()
+
+
+def test_kept_baseline_counts_the_kept_sequences_of_the_whole_group():
+    """One update rejects; the group's other members, in the other minibatch, still vote."""
+    config = small_config("trm_avg_0.001", "loss.baseline=kept", "update.learning_rate=0")
+    rollouts = rollouts_of(config)
+    # Sequence 1 of group 0 (reward 1) is far from the policy: rejected. Group 0 keeps rewards 0, 0, 1.
+    rollouts[1] = dataclasses.replace(rollouts[1], logprobs=rollouts[1].logprobs - 1.0)
+    module, _ = fit(config, rollouts)
+    found = {}
+    for record in module.records:
+        found |= dict(zip(record.batch.sequence_ids.tolist(), record.batch.advantages.tolist(), strict=True))
+        kept = dict(zip(record.batch.sequence_ids.tolist(), record.sequence_mask.tolist(), strict=True))
+        assert all(is_kept == (sequence != 1) for sequence, is_kept in kept.items())
+    half = 2**-0.5
+    expected = [-half, 0.0, -half, 2 * half, -1.0, 1.0, -1.0, 1.0]
+    assert [found[sequence] for sequence in range(8)] == pytest.approx(expected, abs=1e-3)  # epsilon is 1e-4
+
+
+def test_kept_denominator_divides_by_the_kept_sequences():
+    rollouts = rollouts_of(small_config())
+    rollouts = [dataclasses.replace(r, logprobs=r.logprobs - float(i % 4 == 0)) for i, r in enumerate(rollouts)]
+    losses = {}
+    for denominator in ("all", "kept"):
+        config = small_config("trm_avg_0.001", f"loss.denominator={denominator}", "update.num_updates_per_rollout=1")
+        losses[denominator] = fit(config, rollouts)[0].records[0].loss
+    assert losses["all"] != 0
+    assert losses["kept"] == pytest.approx(losses["all"] * 8 / 6, rel=1e-5)  # 2 of 8 are rejected

@@ -3,7 +3,16 @@ import math
 import pandas as pd
 import pytest
 
-from evaluation.outcomes import ACCEPTANCE, GAP, NUM_REFUTING, SCORE, RunOutcome, run_outcomes
+from evaluation.outcomes import (
+    ACCEPTANCE,
+    GAP,
+    NUM_REFUTING,
+    SCORE,
+    RunOutcome,
+    area_under,
+    first_collapse,
+    run_outcomes,
+)
 
 
 def rows(metric, values, *, arm="ppo_clip", seed=1, run_id="r1", first_step=1):
@@ -13,7 +22,9 @@ def rows(metric, values, *, arm="ppo_clip", seed=1, run_id="r1", first_step=1):
     ]
 
 
-def outcome(arm="ppo_clip", *, seed=1, start=0.4, final=0.4, first_gap=0.01, gap=0.01):
+def outcome(
+    arm="ppo_clip", *, seed=1, start=0.4, final=0.4, first_gap=0.01, gap=0.01, has_collapsed=None, collapse_step=None
+):
     return RunOutcome(
         arm=arm,
         seed=seed,
@@ -26,6 +37,9 @@ def outcome(arm="ppo_clip", *, seed=1, start=0.4, final=0.4, first_gap=0.01, gap
         final_gap=gap,
         acceptance=1.0,
         refuted_fraction=0.0,
+        score_area=0.4,
+        has_collapsed=has_collapsed,
+        collapse_step=collapse_step,
     )
 
 
@@ -66,6 +80,8 @@ def test_a_run_is_summarised_by_hand():
     assert result.final_gap == pytest.approx(0.2)  # median of steps 7 and 8, the last quarter
     assert result.acceptance == 0.5
     assert result.refuted_fraction == 0.5  # two of the four steps in which it was counted
+    assert result.score_area == pytest.approx((0.65 * 4 + 0.8 * 4) / 8)
+    assert (result.has_collapsed, result.collapse_step) == (None, None)  # three evaluations cannot say
     assert result.rise == pytest.approx(0.3)
     assert result.log_gap == pytest.approx(math.log10(0.2))
     assert result.gap_growth == pytest.approx(math.log10(0.2 / 0.6))
@@ -104,3 +120,35 @@ def test_runs_come_in_the_order_in_which_they_appear_and_unfinished_ones_are_lef
         ("trm_avg_0.001", 2, "b"),
         ("ppo_clip", 1, "a"),
     ]
+
+
+def curve(*scores):
+    return [(5 * index, score) for index, score in enumerate(scores)]
+
+
+@pytest.mark.parametrize(
+    ("scores", "step"),
+    [
+        ([0.6, 0.2, 0.2, 0.2, 0.2], 5),
+        ([0.6, 0.5, 0.29, 0.1, 0.0, 0.2, 0.9], 10),  # that it comes back later does not undo it
+        ([0.6, 0.2, 0.2, 0.2, 0.3, 0.2, 0.2, 0.2], None),  # half of the start is not below half
+        ([0.6, 0.2, 0.2, 0.2], None),
+        ([0.0, 0.0, 0.0, 0.0, 0.0, 0.0], None),  # nothing to lose
+    ],
+)
+def test_a_collapse_is_four_evaluations_running_below_half_of_the_start(scores, step):
+    assert first_collapse(curve(*scores)) == step
+
+
+@pytest.mark.parametrize(
+    ("scores", "has_collapsed"),
+    [([0.6, 0.1, 0.1, 0.1, 0.1], True), ([0.6, 0.1, 0.1, 0.1, 0.5], False), ([0.6, 0.1, 0.1, 0.1], None)],
+)
+def test_a_run_with_fewer_than_four_evaluations_after_its_start_cannot_say(scores, has_collapsed):
+    points = rows(GAP, [0.1]) + [rows(SCORE, [score], first_step=step)[0] for step, score in curve(*scores)]
+    assert run_outcomes(pd.DataFrame(points))[0].has_collapsed is has_collapsed
+
+
+def test_the_area_weighs_evaluations_by_the_steps_between_them():
+    assert area_under([(0, 0.0), (10, 1.0), (12, 1.0)]) == pytest.approx((5 + 2) / 12)
+    assert math.isnan(area_under([(0, 0.5)]))

@@ -22,6 +22,9 @@ def outcome(arm, *, seed=1, final=0.6, gap=0.012):
         final_gap=gap,
         acceptance=0.42,
         refuted_fraction=0.0,
+        score_area=0.4,
+        has_collapsed=None,
+        collapse_step=None,
     )
 
 

@@ -1,5 +1,6 @@
 """Statistics against hand cases, exact enumeration and simulated data."""
 
+import math
 from itertools import combinations, product
 
 import numpy as np
@@ -286,5 +287,45 @@ def test_holm_keeps_the_chance_of_any_false_claim():
 
 
 def test_every_public_function_names_its_source_or_what_it_uses():
-    for name in ("bootstrap_mean", "average_at_k_interval", "pass_at_k", "majority_at_k", "sign_flip_p_value", "holm"):
+    for name in (
+        "bootstrap_mean",
+        "average_at_k_interval",
+        "pass_at_k",
+        "majority_at_k",
+        "sign_flip_p_value",
+        "holm",
+        "problem_comparison",
+    ):
         assert "Source: " in getattr(statistics, name).__doc__
+
+
+# --- few seeds, many problems ---
+
+
+def test_two_stages_draw_seeds_whole_and_problems_within_them():
+    """Seeds (0, 0) and (1, 3): means of two drawn seeds, each of two drawn problems, by enumeration."""
+    one_seed = {0: [0.0], 1: [1.0, 2.0, 2.0, 3.0]}  # means of two drawn problems
+    means = []
+    for first in (0, 1):
+        for second in (0, 1):
+            means += [
+                (a + b) / 2
+                for a in one_seed[first] * (4 // len(one_seed[first]))
+                for b in one_seed[second] * (4 // len(one_seed[second]))
+            ]
+    expected = np.quantile(means, [0.1, 0.9])
+    found = statistics.problem_comparison([[0.0, 0.0], [1.0, 3.0]], rng(1), num_resamples=40_000, confidence=0.8)
+    assert found == pytest.approx(tuple(expected), abs=1e-9)  # both ends are inside a step of the distribution
+
+
+def test_one_seed_is_the_bootstrap_over_its_problems():
+    values = rng(3).random(40)
+    interval = statistics.bootstrap_mean(values, rng(4), num_resamples=20_000)
+    found = statistics.problem_comparison([values], rng(5), num_resamples=20_000)
+    assert found == pytest.approx((float(interval.low), float(interval.high)), abs=0.005)
+
+
+@pytest.mark.parametrize("differences", [[], [[]], [[0.0], [math.nan]]])
+def test_a_comparison_over_problems_refuses_what_has_no_mean(differences):
+    with pytest.raises(ValueError, match="differences must"):
+        statistics.problem_comparison(differences, rng(0))

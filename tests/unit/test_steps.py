@@ -1,14 +1,14 @@
 import math
 from dataclasses import replace
-from typing import get_args
 
 import pytest
 import torch
 
 from tests.unit.builders import EXPERTS_PER_TOKEN, VOCAB_SIZE, make_batch, make_measurement, near_policy, tiny_policy
 from trm_repro.batch import Rollout, RolloutBatch
-from trm_repro.config_sections import LossConfig, MaskConfig, MaskCriterion
-from trm_repro.steps import CRITERIA, RandomControl, clip_range, gate, measure, surrogate_loss
+from trm_repro.config_sections import LossConfig, MaskConfig
+from trm_repro.gate_specs import GATE_SPECS
+from trm_repro.steps import CRITERIA, Control, ReferenceUpdate, clip_range, gate, measure, surrogate_loss
 
 LENGTHS = [(2, 3), (4, 5), (1, 2), (3, 6), (2, 4)]  # (prompt, response)
 NOISE = torch.tensor([0.05, 1.0, 0.05, 0.8, 0.05])  # how far the rollout policy is from the policy, per sequence
@@ -212,6 +212,7 @@ MEASUREMENT = make_measurement(
     [[0.1, 0.0], [-0.4, -0.4], [0.4, 0.4], [0.0, 0.4]], kl=[[0.0, 0.0], [0.3, 0.0], [0.0, 0.0], [0.04, 0.04]]
 )
 FULL = torch.ones(4, 2, dtype=torch.bool)
+CONTROLS = {"random", "length_matched"}
 
 
 @pytest.mark.parametrize(
@@ -236,37 +237,64 @@ def test_each_criterion_reads_its_own_divergence_and_threshold(config, expected)
     assert gate(MEASUREMENT, FULL, MaskConfig(**config)).tolist() == expected
 
 
-@pytest.mark.parametrize("criterion", get_args(MaskCriterion))
+def agreeing_batch(num_sequences):
+    """Sequences of two tokens that the rollout policy was certain of."""
+    batch = make_batch([(1, 2)] * num_sequences)
+    return replace(batch, rollout_logprobs=torch.zeros_like(batch.rollout_logprobs))
+
+
+@pytest.mark.parametrize("criterion", GATE_SPECS)
 @pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
 def test_a_non_finite_log_ratio_rejects_its_sequence_under_every_criterion(criterion, value):
     measurement = make_measurement([[0.0, 0.0], [0.0, value], [0.0, 0.0]], kl=[[0.0, 0.0]] * 3)
     response_mask = torch.tensor([[True, True], [True, True], [True, False]])
-    config = MaskConfig(criterion=criterion, reference_arm="other" if criterion == "random" else None)
-    control = RandomControl(num_kept=3, generator=torch.Generator().manual_seed(0))
-    assert gate(measurement, response_mask, config, control).tolist() == [True, False, True]
+    config = MaskConfig(criterion=criterion, reference_arm="other" if criterion in CONTROLS else None)
+    control = Control(reference=ReferenceUpdate(num_kept=3, rejected_lengths=()), generator=torch.Generator().manual_seed(0))
+    mask = gate(measurement, response_mask, config, control, agreeing_batch(3))
+    assert mask.tolist() == [True, False, True]
 
 
-@pytest.mark.parametrize("criterion", sorted(set(get_args(MaskCriterion)) - {"random"}))
+@pytest.mark.parametrize("criterion", sorted(set(GATE_SPECS) - CONTROLS))
 def test_garbage_on_padding_rejects_nothing(criterion):
     measurement = make_measurement([[0.0, math.nan], [0.0, 0.0]], kl=[[0.0, math.nan], [0.0, math.inf]])
     response_mask = torch.tensor([[True, False], [True, False]])
-    assert gate(measurement, response_mask, MaskConfig(criterion=criterion)).tolist() == [True, True]
+    mask = gate(measurement, response_mask, MaskConfig(criterion=criterion), batch=agreeing_batch(2))
+    assert mask.tolist() == [True, True]
 
 
 def test_the_random_criterion_keeps_as_many_as_it_is_told_by_chance_alone():
     config = MaskConfig(criterion="random", reference_arm="other")
     masks = set()
     for seed in range(40):
-        control = RandomControl(num_kept=2, generator=torch.Generator().manual_seed(seed))
+        control = Control(reference=ReferenceUpdate(num_kept=2), generator=torch.Generator().manual_seed(seed))
         mask = gate(MEASUREMENT, FULL, config, control)
         assert int(mask.sum()) == 2
         masks.add(tuple(mask.tolist()))
     assert len(masks) == 6  # all pairs of four turn up
 
 
-def test_the_random_criterion_without_its_counts_names_the_arm_it_lacks():
+def test_the_length_matched_criterion_rejects_among_those_of_the_length_it_is_told():
+    measurement = make_measurement([[0.0, 0.0]] * 4)
+    response_mask = torch.tensor([[True, False], [True, True], [True, False], [True, True]])
+    config = MaskConfig(criterion="length_matched", reference_arm="other", num_length_bins=2)
+    masks = set()
+    for seed in range(20):
+        reference = ReferenceUpdate(num_kept=3, rejected_lengths=(2,))
+        control = Control(reference=reference, generator=torch.Generator().manual_seed(seed))
+        masks.add(tuple(gate(measurement, response_mask, config, control).tolist()))
+    assert masks == {(True, False, True, True), (True, True, True, False)}
+
+
+@pytest.mark.parametrize("criterion", sorted(CONTROLS))
+def test_a_control_without_what_it_copies_names_the_arm_it_lacks(criterion):
     with pytest.raises(ValueError, match=r"copies the rate of trm_avg_0\.001"):
-        gate(MEASUREMENT, FULL, MaskConfig(criterion="random", reference_arm="trm_avg_0.001"))
+        gate(MEASUREMENT, FULL, MaskConfig(criterion=criterion, reference_arm="trm_avg_0.001"))
+
+
+def test_a_length_matched_control_without_lengths_is_refused():
+    control = Control(reference=ReferenceUpdate(num_kept=2), generator=torch.Generator())
+    with pytest.raises(ValueError, match="needs the lengths that other rejected"):
+        gate(MEASUREMENT, FULL, MaskConfig(criterion="length_matched", reference_arm="other"), control)
 
 
 def test_an_exact_criterion_without_distributions_is_refused():
@@ -275,7 +303,7 @@ def test_an_exact_criterion_without_distributions_is_refused():
 
 
 def test_every_criterion_that_can_be_configured_exists():
-    assert set(CRITERIA) == set(get_args(MaskCriterion))
+    assert set(CRITERIA) == set(GATE_SPECS)
 
 
 def test_the_clip_range_is_that_of_the_configuration():

@@ -4,7 +4,9 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from trm_repro.vocab import log_distribution, token_logprobs, token_statistics
+from trm_repro.certified import TopLogprobs
+from trm_repro.divergence import exact_kl_divergence, exact_total_variation
+from trm_repro.vocab import HiddenRollout, chunks, token_logprobs, token_objective, token_statistics
 
 NUM_TOKENS, HIDDEN, VOCAB = 7, 5, 13
 
@@ -28,18 +30,8 @@ def naive_log_distribution(hidden, head_weight, temperature):
     return rows
 
 
-@pytest.mark.parametrize("temperature", [0.5, 1.0, 2.0])
-def test_the_log_distribution_equals_a_loop_over_the_vocabulary(inputs, temperature):
-    hidden, head_weight, _, _ = inputs
-    expected = torch.tensor(naive_log_distribution(hidden, head_weight, temperature))
-    assert torch.allclose(log_distribution(hidden, head_weight, temperature), expected, atol=1e-5)
-
-
-def test_half_precision_logits_become_float32_before_the_softmax():
-    hidden, head_weight = torch.ones(1, 1, dtype=torch.bfloat16), torch.zeros(3, 1, dtype=torch.bfloat16)
-    result = log_distribution(hidden, head_weight)
-    assert result.dtype == torch.float32
-    assert result.tolist() == [[pytest.approx(-math.log(3.0), abs=1e-6)] * 3]
+def log_softmax64(hidden, head_weight, temperature=1.0):
+    return torch.log_softmax(hidden.double() @ head_weight.double().T / temperature, dim=-1)
 
 
 @pytest.mark.parametrize("chunk_tokens", [1, 3, 6, 7, 100])
@@ -84,7 +76,7 @@ def test_statistics_equal_loops_over_the_vocabulary(inputs, chunk_tokens):
         hidden,
         head_weight,
         token_ids,
-        rollout_log_distribution=rollout,
+        rollout=rollout,
         temperature=1.5,
         chunk_tokens=chunk_tokens,
     )
@@ -115,8 +107,8 @@ def test_divergences_are_none_without_a_rollout_distribution(inputs):
 
 def test_divergences_from_the_own_distribution_are_zero(inputs):
     hidden, head_weight, token_ids, _ = inputs
-    own = log_distribution(hidden, head_weight)
-    statistics = token_statistics(hidden, head_weight, token_ids, rollout_log_distribution=own, chunk_tokens=7)
+    own = log_softmax64(hidden, head_weight).float()
+    statistics = token_statistics(hidden, head_weight, token_ids, rollout=own, chunk_tokens=7)
     assert statistics.kl.max().item() < 1e-6
     assert statistics.total_variation.max().item() < 1e-6
 
@@ -131,7 +123,7 @@ def test_the_entropy_of_a_uniform_policy_is_log_v_and_of_a_certain_one_zero():
 def test_statistics_carry_no_gradient(inputs):
     hidden, head_weight, token_ids, rollout = inputs
     leaf = hidden.clone().requires_grad_()
-    statistics = token_statistics(leaf, head_weight, token_ids, rollout_log_distribution=rollout)
+    statistics = token_statistics(leaf, head_weight, token_ids, rollout=rollout)
     assert not any(value.requires_grad for value in statistics if value is not None)
 
 
@@ -158,6 +150,179 @@ def many_tokens():
     return hidden, head_weight, torch.randint(50, (40,), generator=generator)
 
 
+def surrogate(logprobs, tokens):
+    """An objective of the kind losses have: an advantage times the exponential of a log-ratio."""
+    rollout_logprobs = torch.linspace(-3.0, -1.0, NUM_TOKENS, dtype=logprobs.dtype)[tokens]
+    advantages = torch.tensor([1.0, -0.5, 2.0, 0.0, -1.0, 0.3, 1.5], dtype=logprobs.dtype)[tokens]
+    return advantages * torch.exp(logprobs - rollout_logprobs)
+
+
+@pytest.mark.parametrize("chunk_tokens", [1, 3, 7, 100])
+@pytest.mark.parametrize("tile_rows", [1, 4, 13, 4096])
+def test_log_prob_gradients_pass_gradcheck_in_float64(inputs, chunk_tokens, tile_rows, monkeypatch):
+    monkeypatch.setattr(chunks, "TILE_ROWS", tile_rows)
+    hidden, head_weight, token_ids, _ = inputs
+    leaves = hidden.double().requires_grad_(), head_weight.double().requires_grad_()
+    settings = {"temperature": 0.7, "chunk_tokens": chunk_tokens}
+    assert torch.autograd.gradcheck(lambda h, w: token_logprobs(h, w, token_ids, **settings), leaves)
+
+
+@pytest.mark.parametrize("chunk_tokens", [1, 3, 7, 100, None])
+def test_an_objectives_gradients_formed_in_the_forward_pass_equal_autograds_of_the_naive_form(inputs, chunk_tokens):
+    hidden, head_weight, token_ids, _ = (value.double() if value.is_floating_point() else value for value in inputs)
+
+    def naive(h, w):
+        logprobs = torch.log_softmax(h @ w.T / 0.7, dim=-1).gather(-1, token_ids[:, None])[:, 0]
+        return surrogate(logprobs, slice(None)).sum(), logprobs
+
+    def ours(h, w):
+        return token_objective(h, w, token_ids, surrogate, temperature=0.7, chunk_tokens=chunk_tokens)
+
+    results = []
+    for function in (naive, ours):
+        leaves = hidden.clone().requires_grad_(), head_weight.clone().requires_grad_()
+        total, logprobs = function(*leaves)
+        (-0.25 * total).backward()
+        results.append((total.detach(), logprobs.detach(), leaves[0].grad, leaves[1].grad))
+    for expected, value in zip(*results, strict=True):
+        torch.testing.assert_close(value, expected, atol=1e-12, rtol=1e-12)
+
+
+def test_an_objective_forms_gradients_for_the_inputs_that_need_them_only(inputs):
+    hidden, head_weight, token_ids, _ = inputs
+    leaf = hidden.clone().requires_grad_()
+    token_objective(leaf, head_weight, token_ids, surrogate)[0].backward()
+    both = hidden.clone().requires_grad_(), head_weight.clone().requires_grad_()
+    token_objective(*both, token_ids, surrogate)[0].backward()
+    torch.testing.assert_close(leaf.grad, both[0].grad)
+    with torch.no_grad():
+        assert not token_objective(*both, token_ids, surrogate)[0].requires_grad
+
+
+def test_an_objective_differentiated_twice_says_so_instead_of_giving_spoilt_gradients(inputs):
+    hidden, head_weight, token_ids, _ = inputs
+    total, _ = token_objective(hidden.clone().requires_grad_(), head_weight, token_ids, surrogate)
+    total.backward(retain_graph=True)
+    with pytest.raises(RuntimeError, match="differentiated once"):
+        total.backward()
+
+
+@pytest.mark.parametrize("num_tokens", [0, 1])
+def test_no_token_and_one_token_are_valid(num_tokens):
+    hidden = torch.ones(num_tokens, 2, requires_grad=True)
+    head_weight = torch.zeros(3, 2, requires_grad=True)
+    token_ids = torch.zeros(num_tokens, dtype=torch.int64)
+    token_logprobs(hidden, head_weight, token_ids).sum().backward()
+    total, logprobs = token_objective(hidden, head_weight, token_ids, lambda values, _: values)
+    total.backward()
+    assert hidden.grad.shape == (num_tokens, 2)
+    assert total.item() == pytest.approx(-num_tokens * math.log(3.0))
+    assert logprobs.shape == (num_tokens,)
+    # onehot - p = (2/3, -1/3, -1/3) for the one token, twice
+    assert head_weight.grad[:, 0].tolist() == pytest.approx([num_tokens * x for x in (4 / 3, -2 / 3, -2 / 3)])
+    assert token_statistics(hidden, head_weight, token_ids).logprobs.shape == (num_tokens,)
+
+
+def test_half_precision_inputs_are_accumulated_in_float32_and_their_logits_not_rounded():
+    hidden = torch.tensor([[1.0, 2.0**-9]], dtype=torch.bfloat16, requires_grad=True)
+    head_weight = torch.tensor([[1.0, 1.0], [1.0, -1.0]], dtype=torch.bfloat16, requires_grad=True)
+    # logits 1 + 2^-9 and 1 - 2^-9: bfloat16 would round the first to 1 and the distance of 2^-8 to 2^-9
+    total, logprobs = token_objective(hidden, head_weight, torch.tensor([0]), lambda values, _: values)
+    assert logprobs.dtype == torch.float32
+    assert float(logprobs) == pytest.approx(-math.log1p(math.exp(-(2.0**-8))), abs=1e-7)
+    total.backward()
+    assert hidden.grad.dtype == head_weight.grad.dtype == torch.bfloat16
+    p_other = 1 / (1 + math.exp(2.0**-8))
+    assert head_weight.grad[0, 0].item() == pytest.approx(p_other, rel=2**-8)
+    assert hidden.grad[0, 1].item() == pytest.approx(2 * p_other, rel=2**-8)
+
+
+def rollout_parts(dtype=torch.float32):
+    """Hidden states of another width than the policy's, from weights of two versions."""
+    generator = torch.Generator().manual_seed(1)
+    hidden = torch.randn(NUM_TOKENS, 4, generator=generator).to(dtype)
+    heads = {version: torch.randn(VOCAB, 4, generator=generator).to(dtype) for version in (3, 8)}
+    versions = torch.tensor([3, 3, 8, 3, 8, 8, 8])
+    return HiddenRollout(hidden=hidden, versions=versions, heads=heads)
+
+
+@pytest.mark.parametrize("chunk_tokens", [1, 2, 7, 100])
+@pytest.mark.parametrize("tile_rows", [1, 5, 4096])
+@pytest.mark.parametrize("temperature", [1.0, 0.6])
+def test_divergence_from_hidden_states_equals_that_from_full_log_probs(
+    inputs, chunk_tokens, tile_rows, temperature, monkeypatch
+):
+    monkeypatch.setattr(chunks, "TILE_ROWS", tile_rows)
+    hidden, head_weight, token_ids, _ = inputs
+    rollout = rollout_parts()
+    rows = zip(rollout.hidden, rollout.versions.tolist(), strict=True)
+    full = torch.stack([log_softmax64(row, rollout.heads[version], temperature) for row, version in rows])
+    policy = log_softmax64(hidden, head_weight, temperature)
+    statistics = token_statistics(
+        hidden, head_weight, token_ids, rollout=rollout, temperature=temperature, chunk_tokens=chunk_tokens
+    )
+    exact = {"atol": 2e-6, "rtol": 1e-5, "check_dtype": False}
+    torch.testing.assert_close(statistics.kl, exact_kl_divergence(full, policy), **exact)
+    torch.testing.assert_close(statistics.total_variation, exact_total_variation(full, policy), **exact)
+    torch.testing.assert_close(statistics.rebuilt_logprobs, full.gather(-1, token_ids[:, None])[:, 0], **exact)
+    stored = token_statistics(hidden, head_weight, token_ids, rollout=full.float(), temperature=temperature)
+    torch.testing.assert_close(statistics.kl, stored.kl, **exact)
+
+
+def test_rebuilt_logits_are_rounded_to_the_engines_dtype():
+    rollout = HiddenRollout(
+        hidden=torch.tensor([[1.0, 2.0**-9]], dtype=torch.bfloat16),
+        versions=torch.tensor([0]),
+        heads={0: torch.tensor([[1.0, 1.0], [1.0, -1.0]], dtype=torch.bfloat16)},
+    )
+    statistics = token_statistics(torch.zeros(1, 1), torch.zeros(2, 1), torch.tensor([0]), rollout=rollout)
+    # 1 + 2^-9 rounds to 1; 1 - 2^-9 stays, below 1 the spacing is 2^-8 / 2
+    rounded = torch.tensor([1.0, 1.0 - 2.0**-9], dtype=torch.bfloat16).double()
+    expected = torch.log_softmax(rounded, dim=-1)[0]
+    assert statistics.rebuilt_logprobs.item() == pytest.approx(expected.item(), abs=1e-7)
+    # one unit in the last place, 2^-7 of the largest logit, on either side of the difference
+    assert statistics.rebuilt_tolerance.item() == pytest.approx(2 * 2.0**-7, rel=0.01)
+
+
+def test_an_error_of_a_whole_row_of_log_probs_hardly_changes_its_kl(inputs):
+    hidden, head_weight, token_ids, rollout = inputs
+    right = token_statistics(hidden, head_weight, token_ids, rollout=rollout)
+    # float32 log-softmax over 151,936 words is off by up to 5e-4; summed as p (log p - log q), so would be the KL
+    shifted = token_statistics(hidden, head_weight, token_ids, rollout=rollout + 5e-4)
+    assert float((shifted.kl - right.kl).abs().max()) < 5e-4 * float(right.kl.max()) + 1e-6
+    own = log_softmax64(hidden, head_weight).float()
+    assert float(token_statistics(hidden, head_weight, token_ids, rollout=own + 5e-4).kl.max()) < 1e-6
+
+
+def test_a_token_that_the_rollout_policy_cannot_sample_adds_nothing_and_one_that_the_policy_drops_is_infinite():
+    token_ids = torch.tensor([0])
+    rollout = torch.tensor([[math.log(0.5), math.log(0.5), -math.inf]])
+    uniform = token_statistics(torch.zeros(1, 1), torch.zeros(3, 1), token_ids, rollout=rollout)
+    assert uniform.kl.item() == pytest.approx(math.log(1.5), abs=1e-6)
+    certain = token_statistics(torch.ones(1, 1), torch.tensor([[300.0], [0.0], [0.0]]), token_ids, rollout=rollout)
+    assert certain.kl.item() == pytest.approx(0.5 * 300 - math.log(2.0), rel=1e-6)
+
+
+def test_the_interval_from_the_likeliest_tokens_holds_the_exact_divergence(inputs):
+    hidden, head_weight, token_ids, rollout = inputs
+    top = rollout.topk(4)
+    sampled = rollout.gather(-1, token_ids[:, None])[:, 0]
+    known = TopLogprobs(ids=top.indices, logprobs=top.values, sampled_ids=token_ids, sampled_logprobs=sampled)
+    exact = token_statistics(hidden, head_weight, token_ids, rollout=rollout).kl
+    interval = token_statistics(hidden, head_weight, token_ids, rollout=known, chunk_tokens=3)
+    assert bool((interval.kl_low <= exact + 1e-6).all() & (exact <= interval.kl_high + 1e-6).all())
+    assert interval.kl is None
+
+
+def test_chunks_cover_the_tokens_in_nearly_equal_parts():
+    cpu = torch.device("cpu")
+    sizes = [chunk.stop - chunk.start for chunk in chunks.token_chunks(512, 151_936, None, cpu)]
+    assert sizes == [103, 103, 103, 103, 100]  # 2^24 logits are 110 tokens
+    assert [(c.start, c.stop) for c in chunks.token_chunks(5, 10, 2, cpu)] == [(0, 2), (2, 4), (4, 5)]
+    assert list(chunks.token_chunks(0, 10, None, cpu)) == []
+    assert len(list(chunks.token_chunks(2, 2**30, None, cpu))) == 2  # a vocabulary too large for one token's budget
+
+
 def test_nothing_of_the_size_of_the_vocabulary_is_kept_for_the_backward_pass(many_tokens):
     num_kept = []
 
@@ -168,15 +333,20 @@ def test_nothing_of_the_size_of_the_vocabulary_is_kept_for_the_backward_pass(man
     with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
         logprobs = token_logprobs(*many_tokens, chunk_tokens=8)
     logprobs.sum().backward()
-    assert max(num_kept) < 8 * 50  # the head, 50 x 4; without recomputation every chunk, 8 x 50
+    assert max(num_kept) == 50 * 4  # the head; without recomputation every chunk, 8 x 50
 
 
 def test_no_more_than_one_chunk_of_the_vocabulary_exists_at_a_time_forward_or_backward(many_tokens):
     hidden, head_weight, token_ids = many_tokens
-    vocab, chunk = 50, 8  # whole: 2000 elements; a chunk: 400
+    vocab, chunk = 50, 8  # whole: 2000 elements; a chunk: 400, two of them where both policies are needed
+    rollout = HiddenRollout(
+        hidden=hidden.detach(), versions=torch.zeros(40, dtype=torch.int64), heads={0: head_weight.detach()}
+    )
     with LargestTensor() as largest:
         token_logprobs(hidden, head_weight, token_ids, chunk_tokens=chunk).sum().backward()
-    assert largest.num_elements == chunk * vocab
-    with LargestTensor() as largest:
+        token_objective(hidden, head_weight, token_ids, lambda x, _: x, chunk_tokens=chunk)[0].backward()
         token_statistics(hidden, head_weight, token_ids, chunk_tokens=chunk)
     assert largest.num_elements == chunk * vocab
+    with LargestTensor() as largest:
+        token_statistics(hidden, head_weight, token_ids, rollout=rollout, chunk_tokens=chunk)
+    assert largest.num_elements == 2 * chunk * vocab

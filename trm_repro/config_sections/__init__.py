@@ -12,27 +12,28 @@ from trm_repro.config_sections.checks import (
     require_positive,
 )
 from trm_repro.config_sections.claims import ClaimThresholds
-from trm_repro.config_sections.evaluation import EvaluationConfig
+from trm_repro.config_sections.evaluation import EvaluationConfig, EvaluationTask
 from trm_repro.config_sections.experiment import OutputConfig, ReproduceConfig, TrackingConfig
-from trm_repro.config_sections.mask import MaskConfig, MaskCriterion, MaxEstimator, MeanEstimator
+from trm_repro.config_sections.mask import MaskConfig, MaxEstimator, MeanEstimator
 from trm_repro.config_sections.policy import PolicyConfig, WarmStartConfig
 from trm_repro.config_sections.rollout import Precision, RolloutConfig
-from trm_repro.config_sections.task import TaskConfig
+from trm_repro.config_sections.task import PromptTemplate, TaskConfig
 from trm_repro.config_sections.trainer import TrainerConfig
 from trm_repro.config_sections.update import LossConfig, LossName, UpdateConfig
 
 __all__ = [
     "ClaimThresholds",
     "EvaluationConfig",
+    "EvaluationTask",
     "LossConfig",
     "LossName",
     "MaskConfig",
-    "MaskCriterion",
     "MaxEstimator",
     "MeanEstimator",
     "OutputConfig",
     "PolicyConfig",
     "Precision",
+    "PromptTemplate",
     "ReproduceConfig",
     "RolloutConfig",
     "TaskConfig",

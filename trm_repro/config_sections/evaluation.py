@@ -9,6 +9,9 @@ from trm_repro.config_sections.checks import (
     require_fraction,
     require_positive,
 )
+from trm_repro.config_sections.task import PromptTemplate
+
+EvaluationTask = Literal["chain_arithmetic", "aime24", "aime25", "dapo"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -33,8 +36,24 @@ class EvaluationConfig:
     """Problem sizes at which rejection against response length is measured; an empty list leaves it out."""
     num_length_prompts: int = 32
     """Prompts of each of those sizes, rollout.group_size responses each."""
-    prompt_template: Literal["plain", "chat"] = "plain"
-    """Text as it is, or as one user turn of the tokenizer's chat template (for instruction-tuned models)."""
+    task: EvaluationTask = "chain_arithmetic"
+    """Held-out problems: chain_arithmetic draws its own; the others are data sets on the hub."""
+    dataset: str | None = None
+    """Hub name in the place of the task's own, or a local folder laid out like a hub repository."""
+    revision: str | None = None
+    """Branch, tag or commit of the hub's repository; null is the newest."""
+    subset: str | None = None
+    """Configuration of the data set, where it has several."""
+    split: str | None = None
+    """Split of the data set; null is the one its task names."""
+    file: str | None = None
+    """A local .jsonl or .parquet file, read in the place of the hub."""
+    prompt_template: PromptTemplate = "plain"
+    """Question alone, with an instruction to box the answer, DAPO's text, or either as a turn of a chat."""
+    grading: Literal["strict", "verl"] = "strict"
+    """strict: the last complete marker must hold the integer, cut off is wrong; verl: as verl's DAPO rule."""
+    problems_per_batch: int | None = None
+    """Problems `evaluate` answers and saves together; null is one of a data set, all of chain_arithmetic."""
 
     def __post_init__(self) -> None:
         """Check ranges."""
@@ -45,3 +64,8 @@ class EvaluationConfig:
         require_at_least("evaluation", 1, **{name: getattr(self, name) for name in counts})
         require_positive("evaluation", temperature=self.temperature)
         require_fraction("evaluation", top_p=self.top_p)
+        if self.problems_per_batch is not None:
+            require_at_least("evaluation", 1, problems_per_batch=self.problems_per_batch)
+        for name in ("dataset", "revision", "subset", "split", "file"):
+            value = getattr(self, name)
+            require(value is None or value.strip() != "", f"evaluation.{name}", "not empty", value)

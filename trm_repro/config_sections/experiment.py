@@ -71,3 +71,4 @@ class TrackingConfig:
     def __post_init__(self) -> None:
         """Check ranges."""
         require(self.experiment.strip() != "", "tracking.experiment", "not empty", self.experiment)
+        require(self.uri != "", "tracking.uri", "null or not empty", self.uri)

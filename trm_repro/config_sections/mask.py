@@ -1,15 +1,16 @@
 """Which sequences an update may learn from."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field, fields
 from typing import Literal
 
 from trm_repro.config_sections.checks import (
     require,
+    require_at_least,
     require_fraction,
     require_plain_name,
 )
+from trm_repro.gate_specs import GateSpec, fill_thresholds, find_spec
 
-MaskCriterion = Literal["none", "trm_max", "trm_avg", "trm_max_avg", "ln_trm", "ser", "random"]
 MaxEstimator = Literal["exact", "k2"]
 MeanEstimator = Literal["exact", "k3"]
 
@@ -18,8 +19,10 @@ MeanEstimator = Literal["exact", "k3"]
 class MaskConfig:
     """Which sequences an update may learn from."""
 
-    criterion: MaskCriterion = "trm_avg"
-    """none keeps all; trm_*, ln_trm and ser are the paper's; random copies another arm's rate."""
+    criterion: str = "trm_avg"
+    """A gate of docs/masks.md: none keeps all, trm_*, ln_trm and ser are the paper's, random copies an arm's rate."""
+    thresholds: dict[str, float] = field(default_factory=dict)
+    """Thresholds of other methods' gates by name, such as {low: 0.5, high: 5}; what is left out has its default."""
     max_threshold: float = 0.05
     """TRM-Max: largest token divergence of an accepted sequence, nats."""
     avg_threshold: float = 0.001
@@ -41,23 +44,55 @@ class MaskConfig:
     timing: Literal["each_update", "once"] = "each_update"
     """Recompute the mask before each update (Algorithm 1), or keep the one from before the first."""
     reference_arm: str | None = None
-    """criterion random: the arm whose number of kept sequences is copied, update by update."""
+    """criterion random or length_matched: the arm whose number of kept sequences is copied, update by update."""
+    num_length_bins: int = 4
+    """length_matched: bins of length in each of which as many are rejected as the reference arm rejected there."""
 
     def __post_init__(self) -> None:
         """Check ranges."""
+        self._check_gate()
         require_fraction("mask", ln_trm_epsilon=self.ln_trm_epsilon)
         for name in ("max_threshold", "avg_threshold", "ln_trm_threshold", "ln_trm_delta", "ser_threshold"):
             value = getattr(self, name)
             require(value > 0, f"mask.{name}", "> 0", value)
         if self.reference_arm is not None:
             require_plain_name("mask.reference_arm", self.reference_arm)
-        needs_reference = self.criterion == "random"
+        require_at_least("mask", 1, num_length_bins=self.num_length_bins)
+        needs_reference = self.criterion in ("random", "length_matched")
         require(
             needs_reference == (self.reference_arm is not None),
             "mask.reference_arm",
-            "an arm's name when mask.criterion is random, and null otherwise",
+            "an arm's name when mask.criterion is random or length_matched, and null otherwise",
             self.reference_arm,
         )
+
+    def _check_gate(self) -> None:
+        try:
+            spec = self.gate
+        except ValueError as error:
+            raise ValueError(f"mask.criterion: {error}") from None
+        try:
+            fill_thresholds(spec, self.thresholds)
+        except ValueError as error:
+            raise ValueError(f"mask.thresholds: {error}") from None
+        for name in self.thresholds:
+            own = name in {key.name for key in fields(self)}
+            require(not own, f"mask.thresholds.{name}", f"given as mask.{name}", self.thresholds[name])
+        is_dense = spec.level == "token"
+        require(
+            not (is_dense and self.timing == "once"), "mask.timing", "each_update for a gate of tokens", self.timing
+        )
+
+    @property
+    def gate(self) -> GateSpec:
+        """The criterion's entry in the registry."""
+        return find_spec(self.criterion)
+
+    @property
+    def gate_thresholds(self) -> dict[str, float]:
+        """All of the criterion's thresholds: those with a key of their own, then ``thresholds``, then defaults."""
+        filled = fill_thresholds(self.gate, self.thresholds)
+        return {name: getattr(self, name, value) for name, value in filled.items()}
 
     @property
     def has_exact_max(self) -> bool:

@@ -28,8 +28,8 @@ class RolloutConfig:
     """Sample the next step's rollouts while this one trains; needs staleness_steps >= 1 and placement server."""
     precision: Precision = "bfloat16"
     """Engine arithmetic; int8 and fp8 round the weights at every sync and compute in bfloat16."""
-    distribution: Literal["full", "top_k", "sampled"] = "full"
-    """Stored per token: log-probs of the whole vocabulary, of the likeliest tokens, or of the sampled token only."""
+    distribution: Literal["full", "hidden", "top_k", "sampled"] = "full"
+    """Stored per token: log-probs of the whole vocabulary, hidden states that rebuild them, the top few, or one."""
     num_top_logprobs: int = 8
     """K of distribution top_k; exact KL is then known to lie in an interval."""
     staleness_steps: int = 4
@@ -85,5 +85,7 @@ class RolloutConfig:
             self.overlap,
         )
         for url in self.server_urls:
-            require(url.startswith(("http://", "https://")), "rollout.server_urls", "http:// or https:// URLs", url)
+            require(
+                str(url).startswith(("http://", "https://")), "rollout.server_urls", "http:// or https:// URLs", url
+            )
         require(1 < self.probe_factor < 10, "rollout.probe_factor", "in (1, 10)", self.probe_factor)

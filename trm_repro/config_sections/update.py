@@ -6,10 +6,11 @@ from typing import Literal
 from trm_repro.config_sections.checks import (
     require,
     require_at_least,
+    require_fraction,
     require_positive,
 )
 
-LossName = Literal["token_is", "ppo_clip"]
+LossName = Literal["token_is", "ppo_clip", "token_tis", "gspo", "cispo"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -17,21 +18,23 @@ class LossConfig:
     """The surrogate and its reduction."""
 
     name: LossName = "token_is"
-    """token_is: ratio times advantage (Algorithm 1); ppo_clip: PPO's pessimistic clip of it."""
+    """token_is: ratio times advantage (Algorithm 1); ppo_clip, gspo: clipped; token_tis, cispo: capped weights."""
     clip_low: float = 0.2
-    """ppo_clip: ratios below 1 - clip_low are clipped."""
+    """ppo_clip, gspo, cispo: ratios below 1 - clip_low are clipped; 1 leaves that end open."""
     clip_high: float = 0.2
-    """ppo_clip: ratios above 1 + clip_high are clipped."""
+    """ppo_clip, gspo, cispo, token_tis: ratios above 1 + clip_high are clipped."""
     length_normalizer: float = 100.0
     """Each sequence's token sum is divided by this constant; 1 is Algorithm 1 to the letter."""
     denominator: Literal["all", "kept"] = "all"
     """Divide by all sequences of the minibatch (Algorithm 1), or by the kept ones."""
+    baseline: Literal["all", "kept"] = "all"
+    """Who votes in a group's mean and deviation: all of its sequences, or those the current mask keeps (slower)."""
     advantage_epsilon: float = 1e-4
     """Added to a group's standard deviation of rewards before dividing by it."""
 
     def __post_init__(self) -> None:
         """Check ranges."""
-        require(0 < self.clip_low < 1, "loss.clip_low", "in (0, 1)", self.clip_low)
+        require_fraction("loss", clip_low=self.clip_low)
         require_positive("loss", clip_high=self.clip_high, length_normalizer=self.length_normalizer)
         require_positive("loss", advantage_epsilon=self.advantage_epsilon)
 

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from trm_repro.config_sections import RolloutConfig
 
-Distribution = Literal["full", "top_k", "sampled"]
+Distribution = Literal["full", "hidden", "top_k", "sampled"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -37,7 +37,8 @@ class SamplingSettings:
         max_tokens: longest response, end-of-sequence token included.
         temperature: 0 is greedy.
         top_p: nucleus; 1 samples from the whole distribution.
-        distribution: return log-probs of the whole vocabulary, of the likeliest tokens, or of the sampled token only.
+        distribution: return log-probs of the whole vocabulary, final hidden states with the sampled token's log-prob,
+            log-probs of the likeliest tokens, or of the sampled token only.
         num_top: K, the number of likeliest tokens under distribution top_k.
     """
 
@@ -56,6 +57,7 @@ class Completion:
         token_ids: T >= 1 tokens, the end-of-sequence token included.
         logprobs: ``[T]`` float32, nats; of the sampled tokens, under the distribution they were drawn from.
         log_distribution: ``[T, V]`` float32, nats, or None.
+        hidden: ``[T, H]`` in the engine's dtype; final hidden states, after the last norm, or None.
         top_ids: ``[T, K]`` int32; the likeliest tokens, or None.
         top_logprobs: ``[T, K]`` float32, nats; theirs, or None.
         experts: ``[T, L, K]`` uint8, or None for a dense model.
@@ -66,6 +68,7 @@ class Completion:
     logprobs: Tensor
     finished: bool
     log_distribution: Tensor | None = None
+    hidden: Tensor | None = None
     top_ids: Tensor | None = None
     top_logprobs: Tensor | None = None
     experts: Tensor | None = None

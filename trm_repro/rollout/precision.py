@@ -1,5 +1,7 @@
 """The engine's arithmetic: which dtype it computes in, and how weights are rounded when they go in."""
 
+from collections.abc import Mapping
+
 import torch
 from torch import Tensor
 
@@ -34,3 +36,18 @@ def round_weight(name: str, weight: Tensor, precision: Precision) -> Tensor:
         rounded = scaled.round() if precision == "int8" else scaled.to(torch.float8_e4m3fn).float()
         weight = rounded * scale
     return weight.to(compute_dtype(precision))
+
+
+def engine_head(weights: Mapping[str, Tensor], precision: Precision) -> Tensor:
+    """Return the output head that an engine holds after it has been given these weights.
+
+    Args:
+        weights: the policy's, float32; a head tied to the embedding need not be among them. Where they are gathered
+            from several processes, each of these must call.
+        precision: the engine's.
+
+    Returns:
+        ``[V, H]`` in the engine's dtype, in CPU memory.
+    """
+    name = "lm_head.weight" if "lm_head.weight" in set(weights) else "model.embed_tokens.weight"
+    return round_weight("lm_head.weight", weights[name], precision).cpu()

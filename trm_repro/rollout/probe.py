@@ -7,22 +7,28 @@ distributions with the policy's, on the same contexts, and stops the run when th
 import random
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
 from torch.func import functional_call
 
+from trm_repro import ranks
 from trm_repro.config_sections import Precision
 from trm_repro.divergence import exact_kl_divergence
 from trm_repro.errors import FaultError
 from trm_repro.policy import Policy
 from trm_repro.rollout.engine import RolloutEngine, SamplingRequest, SamplingSettings
+from trm_repro.rollout.leading import lead
 from trm_repro.rollout.precision import round_weight
+from trm_repro.sharding import ShardedWeights
 
 NOISE_FLOOR = 1e-9
 """Smallest gap told from none, nats."""
 LARGEST_START_RATIO = 30.0
 """Engine noise over the policy's own rounding noise above which the engine did not load the model it was given."""
+LARGEST_KERNEL_GAP = 1e-2
+"""Largest start gap where engine and policy compute in one precision, nats."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -47,21 +53,27 @@ class Probe:
     """
 
     def __init__(
-        self, policy: Policy, contexts: Sequence[tuple[int, ...]], precision: Precision, factor: float
+        self, policy: Policy | None, contexts: Sequence[tuple[int, ...]], precision: Precision, factor: float
     ) -> None:
         """Set up the comparison.
 
         Args:
-            policy: gives the architecture; its own weights are not used.
+            policy: gives the architecture; its own weights are not used. None where a sharded one is set later.
             contexts: token sequences whose next-token distributions are compared.
             precision: the engine's precision.
             factor: gaps up to this many times the noise pass.
         """
-        self.model = policy.model
+        self.policy = policy
         self.contexts = list(contexts)
         self.precision = precision
         self.factor = factor
         self.ratio = 1.0
+
+    @property
+    def model(self) -> Any:  # noqa: ANN401 - as Policy.model
+        """The policy's Hugging Face model."""
+        assert self.policy is not None
+        return self.policy.model
 
     def start(self, engine: RolloutEngine, weights: Mapping[str, Tensor]) -> ProbeReading:
         """Measure the noise of an engine that has just loaded these weights from disk.
@@ -78,7 +90,10 @@ class Probe:
         """
         gap, noise = self._measure(engine, weights)
         self.ratio = gap / noise
-        if not self.ratio <= LARGEST_START_RATIO:  # also catches NaN
+        # A policy that computes in the engine's precision is not moved by rounding: only the kernels differ.
+        is_same_precision = noise <= NOISE_FLOOR
+        largest = LARGEST_KERNEL_GAP / noise if is_same_precision else LARGEST_START_RATIO
+        if not self.ratio <= largest:  # also catches NaN
             raise FaultError(
                 f"engine and policy disagree on the model they both loaded: {gap:.1e} nats, {self.ratio:.0f} times "
                 f"what {self.precision} rounding explains; the engine does not run this model correctly"
@@ -113,20 +128,36 @@ class Probe:
     def _measure(self, engine: RolloutEngine, weights: Mapping[str, Tensor]) -> tuple[float, float]:
         """Return the engine's gap to the policy, and the gap that precision alone makes in the policy."""
         requests = [SamplingRequest(prompt_ids=context, seed=index) for index, context in enumerate(self.contexts)]
-        sampled = engine.sample(requests, SamplingSettings(max_tokens=1, distribution="full"))
-        distributions = [c.log_distribution for c in sampled if c.log_distribution is not None]
-        engine_distribution = torch.cat(distributions)  # [contexts, V]
+        sampled = lead(engine, lambda: engine.sample(requests, SamplingSettings(max_tokens=1, distribution="full")))
         policy_distribution = self._next_token(weights)
-        rounded = {name: round_weight(name, weight, self.precision) for name, weight in weights.items()}
-        gap = typical_divergence(engine_distribution, policy_distribution)
-        noise = typical_divergence(self._next_token(rounded), policy_distribution)
-        return gap, noise
+        noise = typical_divergence(self._next_token(weights, rounded=True), policy_distribution)
+        gap = 0.0
+        if sampled is not None:
+            engine_distribution = torch.cat([c.log_distribution for c in sampled if c.log_distribution is not None])
+            gap = typical_divergence(engine_distribution, policy_distribution)  # of [contexts, V] each
+        return ranks.broadcast((gap, noise))
 
-    def _next_token(self, weights: Mapping[str, Tensor]) -> Tensor:
-        """Compute the policy's next-token log-distributions ``[contexts, V]`` with the given weights."""
+    def _next_token(self, weights: Mapping[str, Tensor], *, rounded: bool = False) -> Tensor:
+        """Compute the policy's next-token log-distributions ``[contexts, V]`` with the given weights.
+
+        Args:
+            weights: of the policy.
+            rounded: whether to round them to the engine's precision first.
+        """
+        assert self.policy is not None
+
+        def change(name: str, weight: Tensor) -> Tensor:
+            return round_weight(name, weight, self.precision) if rounded else weight
+
         lengths = torch.tensor([len(context) for context in self.contexts])
         padded = torch.nn.utils.rnn.pad_sequence([torch.tensor(c) for c in self.contexts], batch_first=True)
-        output = functional_call(self.model, dict(weights), kwargs={"input_ids": padded})
+        if isinstance(weights, ShardedWeights):
+            device = next(self.policy.parameters()).device
+            lower = torch.autocast(device.type, torch.bfloat16, enabled=rounded and self.precision != "float32")
+            with weights.swapped_in(change), lower:
+                return self.policy.next_token_distribution(padded.to(device), lengths.to(device)).cpu()
+        changed = {name: change(name, weight) for name, weight in weights.items()}
+        output = functional_call(self.policy.model, changed, kwargs={"input_ids": padded})
         logits = output.logits[torch.arange(len(lengths)), lengths - 1]  # [contexts, V]
         return torch.log_softmax(logits.float(), dim=-1)
 

@@ -11,9 +11,10 @@ from trm_repro.batch import Rollout
 from trm_repro.config import RunConfig, derive_seed
 from trm_repro.errors import FaultError, InputError
 from trm_repro.rollout.engine import SamplingRequest, SamplingSettings
+from trm_repro.rollout.math_problems import prompt_token_ids, read_math_problems
 from trm_repro.rollout.probe import probe_contexts
 from trm_repro.rollout.synced_engine import SyncedEngine
-from trm_repro.tasks import ChainArithmetic, Problem, Response
+from trm_repro.tasks import ChainArithmetic, Problem, Response, Task
 
 
 class RolloutSampler:
@@ -26,18 +27,34 @@ class RolloutSampler:
             config: the run.
             engine: holds the weights to sample from.
             tokenizer: of the policy.
+
+        Raises:
+            InputError: if a data set cannot be read, or the held-out problems are not of the kind trained on.
         """
         self.config = config
         self.engine = engine
         self.tokenizer = tokenizer
-        self.task = ChainArithmetic(config.task.min_operands, config.task.max_operands)
+        self.math = read_math_problems(config, tokenizer) if config.task.name == "math" else None
+        self.task: Task
+        self.held_out_task: Task
+        if self.math is not None:
+            self.task, self.held_out_task, self.held_out = self.math.task, self.math.held_out_task, self.math.held_out
+            return
+        if config.evaluation.task != "chain_arithmetic":
+            raise InputError(
+                f"evaluation.task={config.evaluation.task} does not go with training on chain_arithmetic; set task.name=math"
+            )
+        self.chain = ChainArithmetic(config.task.min_operands, config.task.max_operands)
+        self.task = self.held_out_task = self.chain
         self.held_out = held_out_problems(config)
         self._held_out_ids = frozenset(problem.id for problem in self.held_out)
 
     def problems(self, step: int) -> list[Problem]:
         """Draw a step's problems, none of them held out."""
+        if self.math is not None:
+            return self.math.task.draw(step, self.config.rollout.num_prompts)
         rng = random.Random(derive_seed(self.config.seed, "training problems", step))
-        return self.task.sample(self.config.rollout.num_prompts, rng, exclude=self._held_out_ids)
+        return self.chain.sample(self.config.rollout.num_prompts, rng, exclude=self._held_out_ids)
 
     def sample_step(self, step: int, weight_version: int) -> list[Rollout]:
         """Sample, grade and compare a step's responses.
@@ -85,6 +102,7 @@ class RolloutSampler:
                     response_ids=completion.token_ids,
                     logprobs=completion.logprobs,
                     log_distribution=completion.log_distribution,
+                    hidden=completion.hidden,
                     top_ids=completion.top_ids,
                     top_logprobs=completion.top_logprobs,
                     experts=completion.experts,
@@ -157,7 +175,7 @@ def encode_prompt(
     Raises:
         InputError: if the prompt has no token or more than ``max_tokens``.
     """
-    token_ids = tuple(tokenizer(prompt).input_ids)
+    token_ids = prompt_token_ids(prompt, tokenizer)
     if not 0 < len(token_ids) <= max_tokens:
         raise InputError(
             f"a prompt of {len(token_ids)} tokens ({prompt[:40]!r}...); expected 1 to {max_tokens}, set by {limit_name}"

@@ -1,24 +1,29 @@
 """An engine that always says which weights it holds, and is probed after every change of them."""
 
+import math
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from torch import Tensor
 
+from trm_repro import ranks
 from trm_repro.config import RunConfig
 from trm_repro.policy import Policy
 from trm_repro.rollout.engine import Completion, RolloutEngine, SamplingRequest, SamplingSettings, start_engine
+from trm_repro.rollout.leading import AbsentEngine, DividedEngine
 from trm_repro.rollout.probe import Probe, ProbeReading
+from trm_repro.sharding import policy_weights
 
 
 class SyncedEngine:
     """An engine with its probe; one per process, reused for every run of the same architecture."""
 
-    def __init__(self, engine: RolloutEngine, probe: Probe, reading: ProbeReading) -> None:
-        """Take an engine that has been started and probed; see `open_engine`."""
+    def __init__(self, engine: RolloutEngine, probe: Probe, reading: ProbeReading | None = None) -> None:
+        """Take an engine that has been started; see `open_engine`. Without a reading, the first sync makes one."""
         self.engine = engine
         self.probe = probe
-        self.reading = reading
+        self.reading = reading or ProbeReading(gap=math.nan, threshold=math.nan)
+        self.is_started = reading is not None
         self.holds: tuple[str, int] | None = None
 
     def sync(self, weights: Mapping[str, Tensor], *, run: str, version: int) -> None:
@@ -36,7 +41,11 @@ class SyncedEngine:
             return
         self.holds = None
         self.engine.load_weights(weights)
-        self.reading = self.probe.check(self.engine, weights, version=version)
+        if self.is_started:
+            self.reading = self.probe.check(self.engine, weights, version=version)
+        else:
+            self.reading = self.probe.start(self.engine, weights)
+            self.is_started = True
         self.holds = (run, version)
 
     def sample(self, requests: Sequence[SamplingRequest], settings: SamplingSettings) -> list[Completion]:
@@ -69,6 +78,27 @@ def open_engine(
     return SyncedEngine(engine, probe, probe.start(engine, policy_weights(policy)))
 
 
-def policy_weights(policy: Policy) -> dict[str, Tensor]:
-    """Copy the policy's weights under its own names; tied weights once."""
-    return {name: weight.detach().clone() for name, weight in policy.model.named_parameters()}
+def open_shared_engine(
+    config: RunConfig, model_path: Path, contexts: Sequence[tuple[int, ...]], max_length: int
+) -> SyncedEngine:
+    """Start what this rank has of the engine of several; the probe waits for the sharded policy.
+
+    Args:
+        config: the run.
+        model_path: directory with weights, configuration and tokenizer.
+        contexts: the probe's token sequences.
+        max_length: longest prompt and response together, tokens.
+
+    Returns:
+        The engine; its ``probe.policy`` must be set before the first sync.
+
+    Raises:
+        InputError: if the engine is not installed.
+    """
+    longest = max([max_length, *(len(context) + 1 for context in contexts)])
+    engine: RolloutEngine = AbsentEngine()
+    if config.rollout.placement == "colocated":
+        engine = DividedEngine(start_engine(config.rollout, model_path, longest))
+    elif ranks.is_first():
+        engine = start_engine(config.rollout, model_path, longest)
+    return SyncedEngine(engine, Probe(None, contexts, config.rollout.precision, config.rollout.probe_factor))

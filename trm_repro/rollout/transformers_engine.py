@@ -2,6 +2,7 @@
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -10,6 +11,16 @@ from trm_repro.config_sections import RolloutConfig
 from trm_repro.policy import load_model
 from trm_repro.rollout.engine import Completion, SamplingRequest, SamplingSettings
 from trm_repro.rollout.precision import compute_dtype, round_weight
+
+
+class _Step(NamedTuple):
+    """One token of each of B responses, and what is kept of the distribution it was drawn from."""
+
+    tokens: Tensor  # [B]
+    logprobs: Tensor  # [B]
+    log_distribution: Tensor | None  # [B, V]
+    hidden: Tensor | None  # [B, H]
+    experts: Tensor | None  # [B, L, K]
 
 
 class TransformersEngine:
@@ -59,7 +70,7 @@ class TransformersEngine:
 
     def _decode(self, requests: Sequence[SamplingRequest], settings: SamplingSettings) -> list[Completion]:
         generators = [torch.Generator().manual_seed(request.seed) for request in requests]
-        steps: list[tuple[Tensor, Tensor, Tensor | None]] = []  # tokens [B], log-distribution [B, V], experts [B, L, K]
+        steps: list[_Step] = []
         inputs = torch.tensor([request.prompt_ids for request in requests])
         cache = None
         ended = torch.zeros(len(requests), dtype=torch.bool)
@@ -67,14 +78,23 @@ class TransformersEngine:
         while len(steps) < settings.max_tokens and not bool(ended.all()):
             output = self.model.model(input_ids=inputs, past_key_values=cache, use_cache=True, **routing)
             cache = output.past_key_values
-            logits = self.model.lm_head(output.last_hidden_state[:, -1]).float()  # [B, V]
+            hidden = output.last_hidden_state[:, -1]  # [B, H]
+            logits = self.model.lm_head(hidden).float()  # [B, V]
             log_distribution = processed_log_distribution(logits, settings)
             tokens = self._choose(log_distribution, generators, settings)
             experts = None
             if self.num_experts_per_token:
                 last = [layer.view(*inputs.shape, -1)[:, -1] for layer in output.router_logits]
                 experts = torch.stack([layer.topk(self.num_experts_per_token).indices for layer in last], dim=1)
-            steps.append((tokens, log_distribution, experts))
+            steps.append(
+                _Step(
+                    tokens=tokens,
+                    logprobs=log_distribution.gather(-1, tokens[:, None])[:, 0],
+                    log_distribution=log_distribution if settings.distribution in ("full", "top_k") else None,
+                    hidden=hidden.clone() if settings.distribution == "hidden" else None,
+                    experts=experts,
+                )
+            )
             ended |= torch.tensor([int(token) in self.eos_ids for token in tokens])
             inputs = tokens[:, None]
         return [self._to_completion(row, steps, settings) for row in range(len(requests))]
@@ -87,22 +107,28 @@ class TransformersEngine:
         rows = zip(log_distribution.exp(), generators, strict=True)
         return torch.cat([torch.multinomial(row, 1, generator=generator) for row, generator in rows])
 
-    def _to_completion(
-        self, row: int, steps: Sequence[tuple[Tensor, Tensor, Tensor | None]], settings: SamplingSettings
-    ) -> Completion:
-        tokens = [int(step[0][row]) for step in steps]
+    def _to_completion(self, row: int, steps: Sequence[_Step], settings: SamplingSettings) -> Completion:
+        tokens = [int(step.tokens[row]) for step in steps]
         ends = [position for position, token in enumerate(tokens) if token in self.eos_ids]
         length = ends[0] + 1 if ends else len(tokens)
-        distribution = torch.stack([step[1][row] for step in steps[:length]])  # [T, V]
-        experts = [step[2][row] for step in steps[:length] if step[2] is not None]
-        top = distribution.topk(min(settings.num_top, self.vocab_size)) if settings.distribution == "top_k" else None
+
+        def rows(name: str) -> Tensor | None:
+            values = [getattr(step, name) for step in steps[:length]]
+            return None if values[0] is None else torch.stack([value[row] for value in values])  # [T, ...]
+
+        distribution, logprobs, experts = rows("log_distribution"), rows("logprobs"), rows("experts")
+        assert logprobs is not None
+        top = None
+        if distribution is not None and settings.distribution == "top_k":
+            top = distribution.topk(min(settings.num_top, self.vocab_size))
         return Completion(
             token_ids=tuple(tokens[:length]),
-            logprobs=distribution.gather(-1, torch.tensor(tokens[:length])[:, None]).squeeze(-1),
-            log_distribution=distribution if settings.distribution == "full" else None,
+            logprobs=logprobs,
+            log_distribution=distribution if top is None else None,
+            hidden=rows("hidden"),
             top_ids=None if top is None else top.indices.int(),
             top_logprobs=None if top is None else top.values,
-            experts=torch.stack(experts).to(torch.uint8) if experts else None,
+            experts=None if experts is None else experts.to(torch.uint8),
             finished=bool(ends),
         )
 

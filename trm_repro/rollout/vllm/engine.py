@@ -5,6 +5,7 @@ Importing vllm takes seconds, so it happens when an engine starts.
 
 import os
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -90,6 +91,7 @@ class VllmEngine:
         self.vocab_size = int(hf_config.vocab_size)
         top_k = getattr(hf_config, "num_experts_per_tok", None)
         self.has_routers = top_k is not None and all(self.llm.collective_rpc("watch_routers", args=(top_k,)))
+        self.llm.collective_rpc("watch_hidden")
         if config.precision in ("int8", "fp8"):
             self._round_loaded_weights(model_path)
 
@@ -111,17 +113,25 @@ class VllmEngine:
                 top_p=settings.top_p,
                 max_tokens=settings.max_tokens,
                 seed=request.seed,
-                logprobs={"full": -1, "top_k": min(settings.num_top, self.vocab_size), "sampled": 0}[
-                    settings.distribution
-                ],
+                logprobs=self._num_logprobs(settings),
                 flat_logprobs=True,
                 detokenize=False,
             )
             for request in requests
         ]
+        self.llm.collective_rpc("keep_hidden", args=(settings.distribution == "hidden",))
         outputs = self.llm.generate(prompts, params, use_tqdm=False)
         experts = self._take_experts()
-        return [self._to_completion(output, settings, experts.get(output.request_id)) for output in outputs]
+        hidden = self._take_hidden() if settings.distribution == "hidden" else {}
+        completions = [self._to_completion(output, settings, experts.get(output.request_id)) for output in outputs]
+        return [
+            replace(completion, hidden=response_hidden(output, hidden)) if hidden else completion
+            for output, completion in zip(outputs, completions, strict=True)
+        ]
+
+    def _num_logprobs(self, settings: SamplingSettings) -> int:
+        """Say how many log-probs to ask for beside the sampled token's; -1 is all."""
+        return {"full": -1, "top_k": min(settings.num_top, self.vocab_size)}.get(settings.distribution, 0)
 
     def _to_completion(
         self,
@@ -169,6 +179,35 @@ class VllmEngine:
         # Inside the engine a request id carries a random suffix.
         return {request_id.partition("-")[0]: experts for request_id, experts in recorded.items()}
 
+    def _take_hidden(self) -> dict[str, tuple[list[int], Tensor]]:
+        recorded: dict[str, tuple[list[int], Tensor]] = self.llm.collective_rpc("take_hidden")[0]
+        self.llm.collective_rpc("keep_hidden", args=(False,))
+        return {request_id.partition("-")[0]: rows for request_id, rows in recorded.items()}
+
     def _round_loaded_weights(self, model_path: Path) -> None:
         """Round the weights vLLM read from disk, as every later sync does."""
         self.load_weights(load_model(model_path).state_dict())
+
+
+def response_hidden(output: Any, recorded: Mapping[str, tuple[list[int], Tensor]]) -> Tensor:  # noqa: ANN401
+    """Take the hidden states of one response out of what the worker recorded.
+
+    Args:
+        output: vLLM's.
+        recorded: by request id: lengths of the sequence before each token, ascending, and the rows ``[lengths, H]``.
+
+    Returns:
+        ``[T, H]`` in the engine's dtype.
+
+    Raises:
+        FaultError: if a token's state is missing.
+    """
+    first = len(output.prompt_token_ids)
+    expected = list(range(first, first + len(output.outputs[0].token_ids)))
+    lengths, rows = recorded.get(output.request_id, ([], torch.zeros(0, 0)))
+    if lengths[: len(expected)] != expected:
+        raise FaultError(
+            f"the engine recorded hidden states of {len(set(lengths) & set(expected))} of {len(expected)} response "
+            "tokens; the divergence of the others would be unknown"
+        )
+    return rows[: len(expected)]

@@ -1,4 +1,4 @@
-"""What runs inside a vLLM worker: taking weights in, and reading the routers of a mixture of experts."""
+"""What runs inside a vLLM worker: taking weights in, reading routers of a mixture of experts and hidden states."""
 
 from collections.abc import Iterator
 from typing import Any
@@ -50,6 +50,59 @@ class WorkerExtension:
         recorded: dict[str, dict[int, Tensor]] = self.router_recorder.recorded
         self.router_recorder.recorded = {}
         return recorded
+
+    def watch_hidden(self) -> None:
+        """Be ready to record final hidden states; `keep_hidden` begins."""
+        model = self.model_runner.model
+        self.hidden_recorder = HiddenRecorder(self.model_runner)
+        model.compute_logits = self.hidden_recorder.around(model.compute_logits)
+
+    def keep_hidden(self, is_kept: bool) -> None:
+        """Record, from now on or no longer, the final hidden state from which each token is sampled."""
+        self.hidden_recorder.is_kept = is_kept
+        self.hidden_recorder.steps = []
+
+    def take_hidden(self) -> dict[str, tuple[list[int], Tensor]]:
+        """Return and forget what was recorded: request id -> lengths of the sequence so far, and ``[lengths, H]``."""
+        return self.hidden_recorder.take()
+
+
+class HiddenRecorder:
+    """Keeps the rows that the model's ``compute_logits`` turns into logits: the states after the last norm."""
+
+    def __init__(self, model_runner: Any) -> None:  # noqa: ANN401
+        """Watch one model runner."""
+        self.model_runner = model_runner
+        self.is_kept = False
+        self.steps: list[tuple[list[tuple[str, int]], Tensor]] = []
+
+    def around(self, compute_logits: Any) -> Any:  # noqa: ANN401
+        """Wrap the model's ``compute_logits``, which sees one row per request in the batch's order."""
+
+        def recording(hidden: Tensor, *args: Any, **kwargs: Any) -> Any:  # noqa: ANN401
+            if self.is_kept:
+                request_ids = list(self.model_runner.input_batch.req_ids)[: hidden.shape[0]]
+                keys = [(request_id, self.model_runner.requests[request_id].num_tokens) for request_id in request_ids]
+                self.steps.append((keys, hidden.detach().to("cpu", copy=True)))
+            return compute_logits(hidden, *args, **kwargs)
+
+        return recording
+
+    def take(self) -> dict[str, tuple[list[int], Tensor]]:
+        """Sort the rows by request and length.
+
+        A part of a prompt, or a request that was evicted and computed again, records under a length that comes once
+        more: the last row is the one its token was sampled from.
+        """
+        steps, self.steps = self.steps, []
+        rows = torch.cat([rows for _, rows in steps]) if steps else torch.zeros(0, 0)  # [engine steps' requests, H]
+        places: dict[str, dict[int, int]] = {}
+        for place, (request_id, length) in enumerate(key for keys, _ in steps for key in keys):
+            places.setdefault(request_id, {})[length] = place
+        return {
+            request_id: (sorted(by_length), rows[[by_length[length] for length in sorted(by_length)]])
+            for request_id, by_length in places.items()
+        }
 
 
 class RouterRecorder:

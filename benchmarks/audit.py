@@ -1,0 +1,131 @@
+"""Tokens a second and peak memory of `trm-repro audit` on dumps that it makes: Parquet and JSONL.
+
+Each audit runs in a process of its own, so that its peak memory is its own; the time is that of the process, imports
+included, and the rate leaves out the time of an audit of one sequence, which is printed.
+
+    python benchmarks/audit.py --tokens 1e6 1e7 --folder /tmp/audit_benchmark
+"""
+
+import argparse
+import json
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+
+MEAN_LENGTH = 1000
+ROWS_A_GROUP = 2000
+
+
+def make_rows(rng: np.random.Generator, num_rows: int) -> pa.RecordBatch:
+    """Draw rollouts with lengths around `MEAN_LENGTH` and a heavy-tailed log-ratio."""
+    lengths = rng.integers(MEAN_LENGTH // 2, MEAN_LENGTH * 3 // 2, num_rows)
+    offsets = pa.array(np.concatenate(([0], np.cumsum(lengths))), pa.int32())
+    num_tokens = int(lengths.sum())
+    rollout = -rng.exponential(0.5, num_tokens).astype(np.float32)
+    policy = np.minimum(rollout + 0.01 * rng.standard_t(3, num_tokens).astype(np.float32), 0)
+    tokens = rng.integers(0, 150_000, num_tokens).astype(np.int32)
+    return pa.record_batch(
+        {
+            "step": pa.array(np.full(num_rows, rng.integers(0, 100)), pa.int32()),
+            "prompt_id": pa.array(rng.integers(0, 1000, num_rows), pa.int32()),
+            "reward": pa.array(rng.integers(0, 2, num_rows).astype(np.float32)),
+            "advantage": pa.array(rng.standard_normal(num_rows).astype(np.float32)),
+            "rollout_logprobs": pa.ListArray.from_arrays(offsets, rollout),
+            "policy_logprobs": pa.ListArray.from_arrays(offsets, policy),
+            "token_ids": pa.ListArray.from_arrays(offsets, tokens),
+        }
+    )
+
+
+def write_parquet(path: Path, num_tokens: int) -> None:
+    """Write about this many tokens."""
+    rng = np.random.default_rng(0)
+    left = max(1, num_tokens // MEAN_LENGTH)
+    writer = None
+    while left > 0:
+        batch = make_rows(rng, min(left, ROWS_A_GROUP))
+        # Log-probs hardly repeat: a dictionary would only cost time, as would compression.
+        writer = writer or pq.ParquetWriter(path, batch.schema, compression="lz4", use_dictionary=False)
+        writer.write_batch(batch)
+        left -= ROWS_A_GROUP
+    assert writer is not None
+    writer.close()
+
+
+def write_jsonl(path: Path, num_tokens: int) -> None:
+    """Write about this many tokens, without token ids."""
+    rows = make_rows(np.random.default_rng(0), max(1, num_tokens // MEAN_LENGTH)).drop_columns(["token_ids"])
+    with path.open("w", encoding="utf-8") as file:
+        for row in rows.to_pylist():
+            file.write(json.dumps(row) + "\n")
+
+
+def measure(path: Path, options: list[str]) -> tuple[float, float, float, int]:
+    """Audit a file in a process of its own: seconds, CPU seconds, peak MiB, tokens."""
+    with tempfile.TemporaryDirectory() as folder:
+        out = Path(folder) / "audit.json"
+        start = time.perf_counter()
+        process = subprocess.Popen(
+            [sys.executable, "-m", "pipelines.cli", "audit", str(path), "--json", str(out), *options],
+            stdout=subprocess.DEVNULL,
+        )
+        _, status, usage = os.wait4(process.pid, 0)
+        seconds = time.perf_counter() - start
+        if status:
+            raise SystemExit(f"the audit of {path} failed")
+        return (
+            seconds,
+            usage.ru_utime + usage.ru_stime,
+            usage.ru_maxrss / 1024,
+            json.loads(out.read_text())["num_tokens"],
+        )
+
+
+def main() -> int:
+    """Print a Markdown table."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--tokens", type=float, nargs="+", default=[1e6, 1e7])
+    parser.add_argument("--jsonl-tokens", type=float, default=2e6, help="tokens of the JSONL file; 0 for none")
+    parser.add_argument("--folder", type=Path, default=Path(tempfile.gettempdir()) / "audit_benchmark")
+    arguments = parser.parse_args()
+    arguments.folder.mkdir(parents=True, exist_ok=True)
+    try:
+        jobs = []
+        for size in arguments.tokens:
+            path = arguments.folder / f"{int(size)}.parquet"
+            write_parquet(path, int(size))
+            jobs += [(path, ["--quick"]), (path, [])]
+        if arguments.jsonl_tokens:
+            path = arguments.folder / "tokens.jsonl"
+            write_jsonl(path, int(arguments.jsonl_tokens))
+            jobs += [(path, ["--quick"]), (path, [])]
+        one = arguments.folder / "one.parquet"
+        write_parquet(one, 1)
+        start = {quick: measure(one, ["--quick"] * quick)[0] for quick in (True, False)}
+        print(
+            f"{os.cpu_count()} cores; an audit of one sequence: quick {start[True]:.2f} s, full {start[False]:.2f} s\n"
+        )
+        print("| file | what | tokens | seconds | CPU seconds | tokens/s | peak MiB |\n|---|---|---|---|---|---|---|")
+        for path, options in jobs:
+            seconds, cpu, peak, num_tokens = measure(path, options)
+            rate = num_tokens / max(seconds - start[bool(options)], 1e-9)
+            what = "drift and the paper's gates" if options else "everything"
+            print(
+                f"| {path.suffix} | {what} | {num_tokens:,} | {seconds:.1f} | {cpu:.1f} | {rate:,.0f} | {peak:.0f} |",
+                flush=True,
+            )
+    finally:
+        shutil.rmtree(arguments.folder)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

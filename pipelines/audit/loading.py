@@ -1,0 +1,321 @@
+"""From a file's columns to checked chunks: masks and padding applied, bad rows named, what was assumed said."""
+
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import numpy as np
+
+from pipelines.audit.adapters import FORMATS, find_fields
+from pipelines.audit.columns import Array, Column, Flags
+from pipelines.audit.own_shards import FileKind, add_policy, kind_of, read_policy
+from pipelines.audit.sources import RawChunk, read_chunks
+from pipelines.audit.statistics import Chunk, segment_sum
+from trm_repro.errors import InputError
+
+LOGPROB_SLACK = 1e-4
+"""Nats by which rounding can lift a log-prob above 0, as for our own shards."""
+
+MAX_NAMED = 20
+"""Bad rows that are named one by one in the report; the rest are counted."""
+
+
+@dataclass
+class Reading:
+    """What happened while files were read.
+
+    Attributes:
+        skip_bad: whether bad rows are left out; otherwise the first one ends the audit.
+        counts: of rows, tokens and what was dropped, by name.
+        formats: files read by format.
+        used: column names by field, over all files.
+        unused: columns that no field uses.
+        bad_rows: the first ones, each with file, row and reason.
+        notes: assumptions that were made, by key.
+    """
+
+    skip_bad: bool = False
+    counts: Counter[str] = field(default_factory=Counter)
+    formats: Counter[str] = field(default_factory=Counter)
+    used: dict[str, str] = field(default_factory=dict)
+    unused: set[str] = field(default_factory=set)
+    bad_rows: list[str] = field(default_factory=list)
+    notes: dict[str, str] = field(default_factory=dict)
+    dtypes: set[str] = field(default_factory=set)
+
+    def report(self, message: str) -> None:
+        """Count a bad row, or end the audit.
+
+        Raises:
+            InputError: without skip_bad.
+        """
+        if not self.skip_bad:
+            raise InputError(f"{message}; --skip-bad analyses the rest and counts such rows")
+        self.counts["bad_rows"] += 1
+        if len(self.bad_rows) < MAX_NAMED:
+            self.bad_rows.append(message)
+
+
+def load_file(
+    path: Path, reading: Reading, *, chosen: str | None, mapped: dict[str, str], masks: Path | None
+) -> Iterator[tuple[Chunk, float]]:
+    """Read one file.
+
+    Args:
+        path: the file.
+        reading: filled on the way.
+        chosen: format that --format names, or None.
+        mapped: fields that --map names.
+        masks: folder or file of our own masks, or None to look beside the shard.
+
+    Yields:
+        Checked chunks, and the fraction of the file that is read.
+
+    Raises:
+        InputError: if the file is damaged or is no dump, or a row is bad and reading.skip_bad is not set.
+    """
+    kind = kind_of(path)
+    if kind is FileKind.MASKS:
+        return
+    fields: dict[str, str] = {}
+    policy = read_policy(path, masks) if kind is FileKind.SHARD and "policy_logprobs" not in mapped else None
+
+    def wanted(available: list[str]) -> set[str]:
+        if policy is not None:
+            available = [*available, "policy_logprobs", *(["token_kl"] if policy.token_kl is not None else [])]
+        name, found = find_fields(str(path), available, chosen=chosen, mapped=mapped)
+        if policy is not None:  # the whole distribution is not needed where its KL is known
+            name, found = "trm-repro", {k: v for k, v in found.items() if not k.endswith("_distribution")}
+        if "policy_log_distribution" not in found:
+            found.pop("rollout_log_distribution", None)
+        fields["format"] = name
+        fields.update(found)
+        reading.formats[name] += 1
+        reading.used |= found
+        reading.unused |= set(available) - set(found.values())
+        return set(found.values())
+
+    for raw in read_chunks(path, wanted):
+        if policy is not None:
+            add_policy(raw, policy)
+        chunk = _checked(raw, fields, reading)
+        if chunk is not None:
+            yield chunk, raw.fraction_read
+
+
+def _checked(raw: RawChunk, fields: dict[str, str], reading: Reading) -> Chunk | None:
+    num_rows = raw.num_rows if raw.num_rows is not None else max(c.num_rows for c in raw.columns.values())
+    reading.counts["rows"] += num_rows
+    rows = _Rows(raw, num_rows, reading)
+    for index, reason in raw.problems:
+        rows.bad(index, reason)
+    columns = {ours: raw.columns[theirs] for ours, theirs in fields.items() if theirs in raw.columns}
+    for name in ("rollout_logprobs", "policy_logprobs"):
+        if name not in columns:
+            rows.drop(np.ones(num_rows, dtype=bool), f"no {fields[name]}")
+            return None
+        column = columns[name]
+        if column.offsets is None or column.values.dtype.kind not in "fiu":
+            raise InputError(
+                f"{raw.path}: column {fields[name]} has one {'text' if column.values.dtype.kind == 'O' else 'number'} "
+                "a row; expected a list of log-probs, one a token"
+            )
+        reading.dtypes.add(str(column.values.dtype))
+        if column.is_null is not None:
+            rows.drop(column.is_null, f"no {fields[name]}")
+    for name in ("policy_logprobs", "mask", "token_kl"):
+        if name in columns and columns[name].offsets is not None:
+            found, expected = columns[name].lengths, columns["rollout_logprobs"].lengths
+            is_missing = columns[name].is_null if columns[name].is_null is not None else False
+            rows.drop(
+                (found != expected) | (is_missing if name != "token_kl" else False),
+                lambda i, n=name, f=found, e=expected: f"{e[i]} {fields['rollout_logprobs']} but {f[i]} {fields[n]}",
+            )
+    columns = rows.take(columns)
+    if not len(rows.index):
+        return None
+    columns = _responses_only(columns, fields, rows, reading)
+    _check_values(columns, fields, rows)
+    return _to_chunk(rows.take(columns), reading)
+
+
+class _Rows:
+    """The rows of a chunk that are still good, and how to say which one is not."""
+
+    def __init__(self, raw: RawChunk, num_rows: int, reading: Reading) -> None:
+        self.raw, self.reading = raw, reading
+        self.index = np.arange(num_rows)
+        self.is_good: Flags = np.ones(num_rows, dtype=bool)
+
+    def bad(self, position: int, reason: str) -> None:
+        if self.is_good[position]:
+            self.is_good[position] = False
+            self.reading.report(f"{self.raw.where(int(self.index[position]))}: {reason}")
+
+    def drop(self, is_bad: Flags, reason: object) -> None:
+        for position in np.flatnonzero(is_bad & self.is_good):
+            self.bad(int(position), reason(position) if callable(reason) else str(reason))
+
+    def take(self, columns: dict[str, Column]) -> dict[str, Column]:
+        """Leave out the bad rows found so far, from the columns and from here."""
+        if self.is_good.all():
+            return columns
+        keep = self.is_good
+        self.index, self.is_good = self.index[keep], np.ones(int(keep.sum()), dtype=bool)
+        return {name: column.take(keep) for name, column in columns.items()}
+
+
+def _responses_only(
+    columns: dict[str, Column], fields: dict[str, str], rows: _Rows, reading: Reading
+) -> dict[str, Column]:
+    """Leave out padding and prompt tokens, by mask, by length, or by what padding looks like."""
+    rollout, policy = columns["rollout_logprobs"].flat(), columns["policy_logprobs"].flat()
+    columns = columns | {"rollout_logprobs": rollout, "policy_logprobs": policy}
+    assert rollout.offsets is not None
+    lengths = rollout.lengths
+    mask, keep = columns.pop("mask", None), None
+    if mask is not None and mask.offsets is not None:
+        keep = mask.flat().values.astype(bool) if mask.values.dtype.kind != "f" else mask.flat().values > 0
+    elif "length" in columns and columns["length"].offsets is None:
+        limit = np.asarray(columns["length"].values, dtype=np.float64)
+        rows.drop(~(limit <= lengths), lambda i: f"{fields['length']} is {limit[i]:g}, it has {lengths[i]} log-probs")
+        limit = np.where(limit <= lengths, limit, 0).astype(np.int64)
+        if (limit < lengths).any():
+            keep = np.arange(len(rollout.values)) < np.repeat(rollout.offsets[:-1] + limit, lengths)
+    elif len(lengths) > 1 and (lengths == lengths[0]).all() and lengths[0] > 1:
+        keep = _without_padding(rollout.values, policy.values, int(lengths[0]), reading)
+    if fields["format"] in FORMATS and FORMATS[fields["format"]].is_shifted and keep is not None:
+        columns["policy_logprobs"] = policy = _aligned(rollout, policy, keep, reading)
+    if keep is None or keep.all():
+        return columns
+    reading.counts["padding_tokens"] += int((~keep).sum())
+    total = len(keep)
+    for name, column in columns.items():
+        if column.offsets is not None and len(column.flat().values) == total:
+            columns[name] = column.flat().keep_values(keep)
+    if "token_ids" in columns and columns["token_ids"].offsets is not None:
+        columns = _token_tails(columns, lengths, keep)
+    return columns
+
+
+def _token_tails(columns: dict[str, Column], lengths: Array, keep: Flags) -> dict[str, Column]:
+    """Match ids of prompt and response to log-probs of the response alone: the last ones of each row."""
+    ids = columns["token_ids"].flat()
+    assert ids.offsets is not None
+    if len(ids.values) == int(columns["rollout_logprobs"].lengths.sum()):
+        return columns
+    extra = ids.lengths - lengths
+    if (extra < 0).any():
+        return {name: column for name, column in columns.items() if name != "token_ids"}
+    position = np.arange(len(ids.values)) - np.repeat(ids.offsets[:-1], ids.lengths)
+    tails = ids.keep_values(position >= np.repeat(extra, ids.lengths))
+    return columns | {"token_ids": tails.keep_values(keep)}
+
+
+def _without_padding(rollout: Array, policy: Array, length: int, reading: Reading) -> Flags | None:
+    """Find what follows the last token that is not 0, or not a number, in both: ``[B * T]`` bool, or None."""
+    is_pad = ((rollout == 0) & (policy == 0)) | (np.isnan(rollout) & np.isnan(policy))
+    trailing = np.logical_and.accumulate(is_pad.reshape(-1, length)[:, ::-1], axis=1)[:, ::-1]
+    if not trailing.any():
+        return None
+    reading.notes["padding_guessed"] = (
+        "no mask or length: trailing positions where both log-probs are 0 or NaN were taken for padding; "
+        "name the mask with --map mask=NAME"
+    )
+    return ~trailing.reshape(-1)
+
+
+def _aligned(rollout: Column, policy: Column, keep: Flags, reading: Reading) -> Column:
+    """Move policy log-probs one position on where that is where they belong: decided once, on the first chunk."""
+    moved = np.roll(policy.values, 1)
+    if "policy_shift" not in reading.notes:
+        gaps = [float(np.abs(values[keep] - rollout.values[keep]).mean()) for values in (policy.values, moved)]
+        reading.notes["policy_shift"] = (
+            "policy log-probs stand one position before their token and were moved on"
+            if gaps[1] < gaps[0]
+            else "policy log-probs stand at their token"
+        )
+    return policy if reading.notes["policy_shift"].endswith("their token") else Column(moved, policy.offsets)
+
+
+def _check_values(columns: dict[str, Column], fields: dict[str, str], rows: _Rows) -> None:
+    for name in ("rollout_logprobs", "policy_logprobs", "token_kl"):
+        if name not in columns or columns[name].offsets is None:
+            continue
+        column = columns[name].flat()
+        assert column.offsets is not None
+        limit = LOGPROB_SLACK if name != "token_kl" else np.inf
+        largest = column.values.max(initial=-np.inf)
+        if largest <= limit and (largest < np.inf):
+            continue
+        for what, is_so in (
+            ("NaN or null", np.isnan(column.values)),
+            ("+inf", np.isposinf(column.values)),
+            ("a positive log-prob", column.values > limit),
+        ):
+            for position in np.flatnonzero(is_so):
+                row = int(np.searchsorted(column.offsets, position, side="right")) - 1
+                if rows.is_good[row]:
+                    token = position - column.offsets[row]
+                    rows.bad(row, f"{fields.get(name, name)} is {what} at token {token}{_hint(column, name)}")
+
+
+def _hint(column: Column, name: str) -> str:
+    finite = column.values[np.isfinite(column.values)]
+    if name == "token_kl" or not len(finite) or finite.min() < 0 or finite.max() <= 0:
+        return ""
+    return " (none is negative: probabilities, or -log p?)" if finite.max() <= 1 else " (none is negative: -log p?)"
+
+
+def _to_chunk(columns: dict[str, Column], reading: Reading) -> Chunk | None:
+    rollout, policy = columns["rollout_logprobs"].flat(), columns["policy_logprobs"].flat()
+    assert rollout.offsets is not None
+    if not rollout.num_rows:
+        return None
+    if len(rollout.values) and not min(rollout.values.min(), policy.values.min()) > -np.inf:
+        is_infinite = np.isneginf(rollout.values) | np.isneginf(policy.values)
+        keep = segment_sum(is_infinite.astype(np.float64), rollout.offsets) == 0
+        reading.counts["nonfinite_sequences"] += int((~keep).sum())
+        reading.counts["nonfinite_tokens"] += int(rollout.lengths[~keep].sum())
+        return _to_chunk({name: column.take(keep) for name, column in columns.items()}, reading)
+    chunk = Chunk(rollout.offsets, rollout.values, policy.values)
+    reading.counts["empty_sequences"] += int((rollout.lengths == 0).sum())
+    for name in ("reward", "advantage"):
+        column = columns.get(name)
+        if column is None or column.values.dtype.kind not in "fiub":
+            continue
+        values = np.asarray(column.values, dtype=np.float64)
+        if column.offsets is not None:  # one a token: a reward adds up, an advantage is the same at every token
+            flat = column.flat()
+            assert flat.offsets is not None
+            values = segment_sum(np.nan_to_num(flat.values.astype(np.float64)), flat.offsets)
+            values = values / np.maximum(column.lengths, 1) if name == "advantage" else values
+        setattr(chunk, name, values)
+    step = columns.get("step")
+    if step is not None and step.offsets is None and step.values.dtype.kind in "iuf":
+        chunk.step = np.nan_to_num(np.asarray(step.values, dtype=np.float64), nan=-1.0).astype(np.int64)
+    if "prompt_id" in columns and columns["prompt_id"].offsets is None:
+        chunk.prompt_id = columns["prompt_id"].values
+    ids = columns.get("token_ids")
+    if ids is not None and ids.offsets is not None and np.array_equal(ids.lengths, rollout.lengths):
+        chunk.token_ids = ids.flat().values.astype(np.int64)
+    chunk.token_kl = _token_kl(columns, len(rollout.values))
+    return chunk
+
+
+def _token_kl(columns: dict[str, Column], num_tokens: int) -> Array | None:
+    """Take exact KL as given, or compute it from two whole distributions: ``[N]`` or None."""
+    given = columns.get("token_kl")
+    if given is not None and given.offsets is not None:
+        return given.flat().values if len(given.flat().values) == num_tokens else None
+    both = [columns.get(f"{name}_log_distribution") for name in ("rollout", "policy")]
+    if both[0] is None or both[1] is None or num_tokens == 0:
+        return None
+    sizes = [len(column.flat().values) for column in both if column is not None]
+    if sizes[0] != sizes[1] or sizes[0] % num_tokens:
+        return None
+    rollout, policy = (c.flat().values.reshape(num_tokens, -1).astype(np.float64) for c in both if c is not None)
+    with np.errstate(invalid="ignore"):
+        terms = np.where(np.isneginf(rollout), 0.0, np.exp(rollout) * (rollout - policy))  # [N, V]
+    return np.maximum(terms.sum(axis=1), 0.0)

@@ -1,0 +1,198 @@
+"""The audit itself: files in, one payload of numbers out. Memory is that of a chunk and of the sums."""
+
+import queue
+import sys
+import threading
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from pipelines.audit.acceptance import DEFAULT_ARMS, Arm, Counts, GateCounts, default_gates, parse_arm
+from pipelines.audit.advice import advise, bound_at, bounds_of
+from pipelines.audit.drift import Drift
+from pipelines.audit.findings import Signatures
+from pipelines.audit.loading import Reading, load_file
+from pipelines.audit.own_shards import FileKind, kind_of
+from pipelines.audit.slices import Slices
+from pipelines.audit.statistics import Chunk, FutureWeights, sequence_statistics, token_statistics
+from trm_repro.errors import InputError
+from trm_repro.gate_specs import GATE_SPECS
+
+SCHEMA_VERSION = 1
+
+Payload = dict[str, Any]
+GateChoice = tuple[str, str, dict[str, float]]
+
+
+@dataclass
+class Request:
+    """What to audit and how.
+
+    Attributes:
+        files: in order.
+        chosen_format: a key of FORMATS, or None to find it file by file.
+        mapped: column names by field, from --map.
+        masks: our own mask files, or None to look beside the shards.
+        skip_bad: whether bad rows are left out.
+        arms: arms of the paper's gates, beside the default ones.
+        gates: gates of the registry with thresholds, beside the default ones.
+        is_quick: drift and the paper's gates alone.
+        length_limit: T of the bounds; None takes the longest response.
+        shows_progress: whether to draw a bar on stderr.
+    """
+
+    files: list[Path]
+    chosen_format: str | None = None
+    mapped: dict[str, str] = field(default_factory=dict)
+    masks: Path | None = None
+    skip_bad: bool = False
+    arms: list[Arm] = field(default_factory=list)
+    gates: list[GateChoice] = field(default_factory=list)
+    is_quick: bool = False
+    length_limit: int | None = None
+    shows_progress: bool = False
+
+
+def audit(request: Request) -> Payload:
+    """Measure rollouts.
+
+    Args:
+        request: what to read.
+
+    Returns:
+        The payload that --json writes; docs/audit.md describes it.
+
+    Raises:
+        InputError: for a file or row that cannot be used.
+    """
+    names = {arm.name: arm for arm in [*map(parse_arm, DEFAULT_ARMS), *request.arms]}
+    spec = GATE_SPECS["ln_trm"].thresholds
+    weights = FutureWeights(spec["ln_trm_epsilon"], spec["ln_trm_delta"])
+    reading, drift, counts = Reading(skip_bad=request.skip_bad), Drift(), Counts(list(names.values()))
+    slices, signatures = Slices(), Signatures()
+    gates = request.gates if request.is_quick else [*default_gates(), *request.gates]
+    gate_counts = GateCounts(gates) if gates else None
+    for chunk in _prefetched(_chunks(request, reading)):
+        tokens = token_statistics(chunk)
+        sequences = sequence_statistics(chunk, tokens, weights)
+        drift.add(chunk, tokens, sequences)
+        counts.add(sequences)
+        if not request.is_quick:
+            slices.add(chunk, tokens, sequences)
+            signatures.add(chunk, tokens)
+        if gate_counts is not None:
+            gate_counts.add(chunk)
+    return _payload(request, reading, drift, counts, slices, signatures, gate_counts)
+
+
+def _payload(
+    request: Request,
+    reading: Reading,
+    drift: Drift,
+    counts: Counts,
+    slices: Slices,
+    signatures: Signatures,
+    gate_counts: GateCounts | None,
+) -> Payload:
+    num_lost, lost_tokens = reading.counts["nonfinite_sequences"], reading.counts["nonfinite_tokens"]
+    if not drift.num_sequences + num_lost:
+        raise InputError(
+            f"no sequence could be used: {reading.counts['rows']} rows, {reading.counts['bad_rows']} of them bad"
+        )
+    summary = drift.summary()
+    length = request.length_limit or max(1, drift.longest)
+    if length < drift.longest:
+        raise InputError(f"--length-limit {length} is below the longest response, {drift.longest} tokens")
+    payload = {
+        "schema_version": SCHEMA_VERSION,
+        "files": [str(file) for file in request.files],
+        "formats": dict(reading.formats),
+        "columns": dict(sorted(reading.used.items())),
+        "num_sequences": drift.num_sequences + num_lost,
+        "num_tokens": drift.num_tokens + lost_tokens,
+        "num_nonfinite_sequences": num_lost,
+        "num_empty_sequences": reading.counts["empty_sequences"],
+        "num_bad_rows": reading.counts["bad_rows"],
+        "bad_rows": reading.bad_rows,
+        "estimator": "exact" if counts.is_exact else "sampled",
+        **summary,
+        "acceptance": counts.acceptance(num_lost),
+        "sweep": {
+            "trm_max": counts.sweep("max", num_lost),
+            "trm_avg": counts.sweep("avg", num_lost),
+            "ln_trm": counts.sweep("ln", num_lost),
+            "ser": counts.sweep("ser", num_lost),
+            "sequence_log_ratio": counts.sweep("sequence_log_ratio", num_lost),
+            "geometric_log_ratio": counts.sweep("geometric_log_ratio", num_lost),
+        },
+        "rejected_by_length": counts.by_length(),
+        "steps": drift.step_rows(),
+        "advice": advise(counts, num_lost, length),
+        "bound_if_threshold_held": {
+            arm.name: bound_at(arm.limits["max"], length, arm.limits.get("avg"))
+            for arm in counts.arms
+            if "max" in arm.limits
+        },
+    }
+    if gate_counts is not None:
+        payload["gates"] = gate_counts.summary(num_lost, lost_tokens)
+    if not request.is_quick:
+        payload["where"] = slices.summary()
+        payload["bounds"] = bounds_of(summary, slices.kl_profile, drift.num_sequences, length)
+        payload["findings"] = [finding.row() for finding in signatures.findings(summary, reading)]
+    return payload
+
+
+def _chunks(request: Request, reading: Reading) -> Iterator[Chunk]:
+    sizes = [file.stat().st_size for file in request.files]
+    if all(kind_of(file) is FileKind.MASKS for file in request.files):
+        raise InputError(f"{request.files[0]}: holds masks alone; give the rollout shards, their masks are found")
+    with _progress(sum(sizes), request.shows_progress) as bar:
+        done = 0
+        for file, size in zip(request.files, sizes, strict=True):
+            chunks = load_file(file, reading, chosen=request.chosen_format, mapped=request.mapped, masks=request.masks)
+            for chunk, fraction in chunks:
+                yield chunk
+                bar.update(done + int(size * fraction) - bar.n)
+            done += size
+            bar.update(done - bar.n)
+
+
+def _progress(total: int, is_shown: bool) -> Any:  # noqa: ANN401
+    from tqdm import tqdm
+
+    return tqdm(
+        total=total, unit="B", unit_scale=True, file=sys.stderr, disable=not is_shown, leave=False, desc="audit"
+    )
+
+
+def _prefetched(chunks: Iterator[Chunk]) -> Iterator[Chunk]:
+    """Read one chunk ahead in a thread: decoding and arithmetic both leave the interpreter lock."""
+    ahead: queue.Queue[Chunk | BaseException | None] = queue.Queue(maxsize=1)
+    is_over = threading.Event()
+
+    def read() -> None:
+        try:
+            for chunk in chunks:
+                while not is_over.is_set():
+                    try:
+                        ahead.put(chunk, timeout=1.0)
+                        break
+                    except queue.Full:
+                        continue
+                if is_over.is_set():
+                    return
+            ahead.put(None)
+        except BaseException as error:  # handed to the thread that asked
+            ahead.put(error)
+
+    thread = threading.Thread(target=read, daemon=True)
+    thread.start()
+    try:
+        while (item := ahead.get()) is not None:
+            if isinstance(item, BaseException):
+                raise item
+            yield item
+    finally:
+        is_over.set()

@@ -1,0 +1,48 @@
+"""The audit's files, written whole or not at all."""
+
+import json
+import math
+from pathlib import Path
+from typing import Any
+
+from trm_repro.errors import InputError
+
+
+def check_outputs(*paths: Path | None) -> None:
+    """Refuse output paths that cannot be written, before the data are read.
+
+    Raises:
+        InputError: if a path is a folder, or lies in none.
+    """
+    for path in paths:
+        if path is not None and path.is_dir():
+            raise InputError(f"{str(path)!r} is a folder; expected the name of a file to write")
+        if path is not None and not path.resolve().parent.is_dir():
+            raise InputError(f"{path.parent}: no such folder; make it first")
+
+
+def write_outputs(payload: dict[str, Any], *, json_path: Path | None, html_path: Path | None) -> None:
+    """Write what was asked for.
+
+    Args:
+        payload: of the audit.
+        json_path: for JSON, or None.
+        html_path: for the page, or None.
+    """
+    from pipelines.run_directory import write_atomically
+
+    if json_path is not None:
+        write_atomically(json_path, json.dumps(plain(payload), indent=1, allow_nan=False) + "\n")
+    if html_path is not None:
+        from pipelines.audit.page import page_html
+
+        write_atomically(html_path, page_html(payload))
+
+
+def plain(value: Any) -> Any:  # noqa: ANN401
+    """Turn NaN and infinity, which JSON cannot say, into null; everything else stays."""
+    if isinstance(value, dict):
+        return {str(name): plain(entry) for name, entry in value.items()}
+    if isinstance(value, list | tuple):
+        return [plain(entry) for entry in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value

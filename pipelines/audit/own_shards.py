@@ -1,0 +1,109 @@
+"""Our own rollout shards: policy log-probs and exact KL lie in the mask file of the same step."""
+
+import enum
+import json
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.compute as pc
+import pyarrow.parquet as pq
+
+from pipelines.audit.columns import from_arrow
+from pipelines.audit.sources import RawChunk, find_files
+from trm_repro.errors import InputError
+
+
+class FileKind(enum.Enum):
+    """What a file is to this project."""
+
+    SHARD = "rollouts"
+    MASKS = "masks"
+    OTHER = "other"
+
+
+@dataclass
+class PolicyRows:
+    """One row a sequence of a shard, null where the mask file has none; token_kl None where KL is not known."""
+
+    policy_logprobs: pa.Array
+    token_kl: pa.Array | None
+
+
+def kind_of(path: Path) -> FileKind:
+    """Tell our own Parquet files from others by their metadata; a damaged file is `OTHER`."""
+    if path.suffix != ".parquet":
+        return FileKind.OTHER
+    try:
+        metadata = pq.read_schema(path).metadata or {}
+        kind = json.loads(metadata.get(b"trm_repro", b"{}")).get("kind")
+    except (pa.ArrowException, OSError, ValueError, AttributeError):
+        return FileKind.OTHER
+    return next((known for known in FileKind if known.value == kind), FileKind.OTHER)
+
+
+def find_dumps(patterns: list[str]) -> list[Path]:
+    """Find the files to audit; of a folder of ours, such as a run's, the rollout shards alone.
+
+    Raises:
+        InputError: if a pattern finds nothing that can be read.
+    """
+    files: dict[Path, None] = {}
+    for pattern in patterns:
+        found = find_files([pattern])
+        own = [file for file in found if kind_of(file) is FileKind.SHARD] if Path(pattern).is_dir() else []
+        files |= dict.fromkeys(own or found)
+    return list(files)
+
+
+def read_policy(shard: Path, masks: Path | None) -> PolicyRows:
+    """Read what the policy gave each sequence of a shard, just before the first update that used it.
+
+    Args:
+        shard: of one step.
+        masks: the mask file or its folder; None looks in ../masks/, masks/ and beside the shard.
+
+    Returns:
+        Rows in the order of the shard.
+
+    Raises:
+        InputError: if there is no mask file of the step, or it is of another one.
+    """
+    file = _mask_file(shard, masks)
+    num_rows = pq.ParquetFile(shard).metadata.num_rows
+    table = pq.read_table(file, columns=["update", "sequence_id", "policy_logprobs", "token_kl"])
+    table = table.take(pc.sort_indices(table, sort_keys=[("sequence_id", "ascending"), ("update", "ascending")]))
+    ids, first = np.unique(table["sequence_id"].to_numpy(), return_index=True)
+    if len(ids) and (ids[0] < 0 or ids[-1] >= num_rows):
+        raise InputError(f"{file}: has masks of sequence {ids[-1]}, {shard} has {num_rows}; give --masks of its run")
+    rows = np.full(num_rows, -1)
+    rows[ids] = first
+    indices = pa.array(rows, mask=rows < 0)
+    token_kl = table["token_kl"].combine_chunks().take(indices)
+    return PolicyRows(
+        table["policy_logprobs"].combine_chunks().take(indices), None if token_kl.null_count == num_rows else token_kl
+    )
+
+
+def add_policy(raw: RawChunk, policy: PolicyRows) -> None:
+    """Put policy log-probs, and exact KL where known, beside the rows of a chunk of the shard."""
+    for name in ("policy_logprobs", "token_kl"):
+        array = getattr(policy, name)
+        column = None if array is None else from_arrow(array.slice(raw.first_row, raw.num_rows))
+        if column is not None:
+            raw.columns[name] = column
+
+
+def _mask_file(shard: Path, masks: Path | None) -> Path:
+    if masks is not None and masks.is_file():
+        return masks
+    folders = [masks] if masks is not None else [shard.parent.parent / "masks", shard.parent / "masks", shard.parent]
+    candidates = [folder / name for folder in folders for name in (shard.name, f"masks_{shard.name}")]
+    for file in candidates:
+        if file != shard and file.is_file() and kind_of(file) is FileKind.MASKS:
+            return file
+    raise InputError(
+        f"{shard}: is a rollout shard without its policy log-probs; trm-repro mask or update writes them, "
+        f"then give --masks DIR (looked for {candidates[0]})"
+    )

@@ -1,0 +1,110 @@
+"""The audit as text for a terminal: what to know first, then the numbers."""
+
+from typing import Any
+
+Payload = dict[str, Any]
+
+DRIFT_ROWS = (
+    ("ppl_gap", "PPL gap, mean over sequences of |mean log-ratio|"),
+    ("k1_mean", "k1 mean"),
+    ("k2_mean", "k2 mean"),
+    ("k3_mean", "k3 mean"),
+    ("k2_p99", "k2 99%"),
+    ("k2_p999", "k2 99.9%"),
+    ("k2_max", "k2 largest"),
+    ("kl_mean", "exact KL mean"),
+    ("kl_max", "exact KL largest"),
+    ("chi_square", "chi-square"),
+    ("ess_token_fraction", "effective sample size, tokens"),
+    ("ess_sequence_fraction", "effective sample size, sequences"),
+    ("hill_index", "Hill index of |log-ratio|"),
+)
+
+
+def figure(value: float | None) -> str:
+    """Write a number with three significant figures."""
+    return "-" if value is None else f"{value:.3g}"
+
+
+def aligned(rows: list[list[str]]) -> str:
+    """Lay rows out in columns, the first to the left and the others to the right."""
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    return "\n".join(
+        "  " + "  ".join([first.ljust(widths[0]), *(c.rjust(w) for c, w in zip(rest, widths[1:], strict=True))])
+        for first, *rest in rows
+    )
+
+
+def summary_text(payload: Payload) -> str:
+    """Write the whole summary."""
+    formats = ", ".join(f"{name} ({count} files)" for name, count in payload["formats"].items())
+    blocks = [
+        f"{payload['num_sequences']:,} sequences, {payload['num_tokens']:,} tokens; format {formats}; "
+        f"{payload['estimator']} divergences",
+        _findings(payload),
+        "drift (nats)\n"
+        + aligned([[label, figure(payload[name])] for name, label in DRIFT_ROWS if payload.get(name) is not None]),
+        _acceptance(payload),
+        _gates(payload),
+        _where(payload),
+        _advice(payload),
+    ]
+    return "\n\n".join(block for block in blocks if block) + "\n"
+
+
+def _findings(payload: Payload) -> str:
+    marks = {"warning": "!", "note": "-"}
+    return "\n".join(f"{marks[row['level']]} {row['message']}" for row in payload.get("findings", []))
+
+
+def _acceptance(payload: Payload) -> str:
+    held = payload["bound_if_threshold_held"]
+    rows = [["the paper's gates", "accepted", "bound if it held"]]
+    rows += [[name, f"{kept:.1%}", figure(held.get(name))] for name, kept in payload["acceptance"].items()]
+    return aligned(rows)
+
+
+def _gates(payload: Payload) -> str:
+    rows = [["other gates", "sequences", "tokens", "mean weight"]]
+    for name, row in payload.get("gates", {}).items():
+        if "not_applied" in row:
+            rows.append([name, row["not_applied"], "", ""])
+            continue
+        kept = [row.get(key) for key in ("sequence_fraction", "token_fraction")]
+        rows.append([name, *("-" if k is None else f"{k:.1%}" for k in kept), figure(row.get("weight_mean"))])
+    return aligned(rows) if len(rows) > 1 else ""
+
+
+def _where(payload: Payload) -> str:
+    blocks = []
+    for name, slices in payload.get("where", {}).items():
+        if name == "token_id":
+            slices = slices[:5]
+        rows = [[name.replace("_", " "), "tokens", "k1", "k3", "largest k2"]]
+        rows += [
+            [
+                row["bin"],
+                f"{row['num_tokens']:,}",
+                figure(row["k1_mean"]),
+                figure(row["k3_mean"]),
+                figure(row["k2_max"]),
+            ]
+            for row in slices
+        ]
+        blocks.append(aligned(rows))
+    return "\n\n".join(blocks)
+
+
+def _advice(payload: Payload) -> str:
+    lines = []
+    for name in ("trm_max", "trm_avg", "trm_max_avg"):
+        row = payload["advice"][name]
+        values = [row[key] for key in ("advised", "max", "avg") if row.get(key) is not None]
+        lines.append(f"{name} {' and '.join(figure(v) for v in values) or 'none'}: {row['reason']}")
+    bounds = payload.get("bounds")
+    if bounds is not None:
+        lines.append(f"bounds: {bounds['reason']}")
+        if bounds["available"]:
+            unified = [figure(bounds[constants]["unified"]) for constants in ("paper", "sharp")]
+            lines[-1] += f"; unified {unified[0]} with the paper's constants, {unified[1]} with half of them"
+    return "thresholds\n" + "\n".join(f"  {line}" for line in lines)

@@ -1,0 +1,116 @@
+"""Tables of arms: every mean with its ends and its number of seeds, comparisons on what two arms share."""
+
+import dataclasses
+import math
+from itertools import product
+
+import numpy as np
+import pytest
+
+from evaluation.arm_summaries import (
+    QUANTITIES,
+    arms_table,
+    compare_arms,
+    comparisons_table,
+    summarise_arms,
+)
+from evaluation.claims import ClaimThresholds
+from tests.unit.test_outcomes import outcome
+
+THRESHOLDS = ClaimThresholds(num_resamples=2000)
+
+
+def finals(arm, values, **others):
+    return [outcome(arm, seed=seed, final=value, **others) for seed, value in enumerate(values)]
+
+
+def summary(runs, quantity="final score"):
+    (row,) = [row for row in summarise_arms(runs, THRESHOLDS) if row.quantity == quantity]
+    return row
+
+
+def test_few_seeds_have_a_range_and_one_seed_has_none():
+    three = summary(finals("ppo_clip", [0.5, 0.6, 0.7]))
+    assert (three.mean, three.low, three.high) == (pytest.approx(0.6), 0.5, 0.7)
+    assert str(three) == "0.6 (range 0.5 to 0.7, n = 3)"
+    assert str(summary(finals("ppo_clip", [0.5]))) == "0.5 (one seed)"
+
+
+def test_five_seeds_have_the_bootstraps_interval():
+    values = [0.0, 0.0, 0.0, 0.0, 1.0]
+    row = summary(finals("ppo_clip", values))
+    # Of all 5^5 resamples, ones are binomial(5, 1/5): 0.3277, 0.4096, 0.2048, 0.0512, 0.0064, 0.0003.
+    assert (row.kind, row.mean, row.low, row.high) == ("interval", pytest.approx(0.2), 0.0, pytest.approx(0.6))
+    assert str(row) == "0.2 (0 to 0.6, n = 5)"
+
+
+def test_seeds_without_a_value_are_counted_beside_the_others():
+    runs = [*finals("ppo_clip", [0.5, 0.6]), outcome(seed=7, final=0.1, gap=0.0)]
+    assert str(summary(runs, "log10 PPL gap, last quarter")) == "-2 (range -2 to -2, n = 2, 1 without)"
+    assert str(summary(runs, "collapsed")) == "cannot say"
+    known = [outcome(seed=1, has_collapsed=True, collapse_step=5), outcome(seed=2, has_collapsed=False)]
+    assert str(summary(known, "collapsed")) == "0.5 (range 0 to 1, n = 2)"
+
+
+def test_the_table_has_a_line_an_arm_and_no_bare_mean():
+    runs = finals("trm_avg_0.001", [0.5, 0.6]) + finals("ppo_clip", [0.5])
+    lines = arms_table(summarise_arms(runs, THRESHOLDS)).splitlines()
+    assert [line.split(" | ")[0] for line in lines[2:]] == ["| ppo_clip", "| trm_avg_0.001"]
+    for line in lines[2:]:
+        cells = line.strip("| ").split(" | ")[1:]
+        assert len(cells) == len(QUANTITIES)
+        assert all("(" in cell or cell == "cannot say" for cell in cells)
+
+
+def compared(runs, quantity="final score", **others):
+    return [row for row in compare_arms(runs, THRESHOLDS, **others) if row.quantity == quantity]
+
+
+def test_arms_are_compared_on_the_seeds_they_share():
+    runs = finals("trm_avg_0.001", [0.6, 0.7, 0.8, 0.6, 0.9, 0.9]) + finals("ppo_clip", [0.5, 0.5, 0.5, 0.5, 0.5])
+    (row,) = compared(runs)
+    assert (row.first, row.second, row.num_seeds, row.over) == ("ppo_clip", "trm_avg_0.001", 5, "seeds")
+    assert row.mean_difference == pytest.approx(-0.22)  # seed 5 has one arm only
+    assert row.p_value == pytest.approx(2 / 32)  # all five differ the same way, two-sided
+    assert row.low < -0.22 < row.high < 0
+
+
+def test_holm_runs_over_the_pairs_of_a_quantity():
+    runs = [run for arm, value in (("a", 0.1), ("b", 0.2), ("c", 0.3)) for run in finals(arm, [value] * 5)]
+    rows = compared(runs)
+    assert [(row.first, row.second) for row in rows] == [("a", "b"), ("a", "c"), ("b", "c")]
+    assert [row.adjusted_p_value for row in rows] == pytest.approx([3 / 16] * 3)
+    assert [row.adjusted_p_value for row in compared(runs, pairs=[("a", "b")])] == pytest.approx([1 / 16])
+
+
+def test_few_seeds_are_compared_over_their_held_out_problems():
+    runs = finals("a", [0.75]) + finals("b", [0.25])
+    scores = {("a", 0): [1.0, 1.0, 1.0, 0.0], ("b", 0): [1.0, 0.0, 0.0, 0.0]}
+    (row,) = compared(runs, final_scores=scores)
+    assert (row.over, row.num_problems, row.num_seeds, row.p_value) == ("problems of the seeds", 4, 1, None)
+    # All 4^4 resamples of the differences 0, 1, 1, 0.
+    means = np.sort([np.mean(drawn) for drawn in product([0.0, 1.0, 1.0, 0.0], repeat=4)])
+    assert (row.low, row.high) == tuple(np.quantile(means, [0.025, 0.975]))
+    assert row.mean_difference == pytest.approx(0.5)
+
+
+def test_without_problem_scores_few_seeds_have_no_interval():
+    (row,) = compared(finals("a", [0.75, 0.7]) + finals("b", [0.25, 0.2]))
+    assert row.over == "no interval"
+    assert math.isnan(row.low)
+    assert row.p_value == pytest.approx(0.5)  # two seeds get no smaller
+    assert "| 0.5 (no interval) | no interval | 2 | 0.500 (0.500) |" in comparisons_table([row])
+
+
+def test_a_shared_seed_without_a_value_is_counted_beside_the_others():
+    runs = [*finals("a", [0.5, 0.5], gap=0.1), outcome("b", seed=0, gap=0.01), outcome("b", seed=1, gap=0.0)]
+    (row,) = compared(runs, "log10 PPL gap, last quarter")
+    assert (row.num_seeds, row.num_missing, row.mean_difference) == (1, 1, pytest.approx(1.0))
+    assert "| 1 (1 without) |" in comparisons_table([row])
+
+
+def test_arms_that_share_no_seed_are_not_compared():
+    runs = [*finals("a", [0.5]), dataclasses.replace(finals("b", [0.5])[0], seed=9)]
+    (row,) = compared(runs)
+    assert (row.num_seeds, row.p_value) == (0, None)
+    assert "| not measured |" in comparisons_table([row])
