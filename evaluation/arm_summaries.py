@@ -19,15 +19,16 @@ from evaluation.statistics import bootstrap_mean, compare_paired, holm, problem_
 from trm_repro.config_sections.claims import ENOUGH_SEEDS, ClaimThresholds
 
 SummaryKind = Literal["interval", "range", "none"]
-Over = Literal["seeds", "problems of the seeds", "no interval"]
+Over = Literal["seeds", "problems of the seeds", "range of the seeds", "no interval"]
 ProblemScores = Mapping[tuple[str, int], Sequence[float]]
 
 QUANTITIES: dict[str, Callable[[RunOutcome], float]] = {
+    "start score": lambda run: run.start_score,
     "final score": lambda run: run.final_score,
     "area under the score curve": lambda run: run.score_area,
     "log10 PPL gap, last quarter": lambda run: run.log_gap,
     "kept fraction": lambda run: run.acceptance,
-    "collapsed": lambda run: math.nan if run.has_collapsed is None else float(run.has_collapsed),
+    "lasting collapse": lambda run: math.nan if run.has_collapsed is None else float(run.has_collapsed),
 }
 """What a run is summarised by: name to value, NaN where the run cannot say."""
 PAIRED_QUANTITIES = ("final score", "area under the score curve", "log10 PPL gap, last quarter")
@@ -79,7 +80,7 @@ class ArmComparison:
         second: the other.
         quantity: what is compared.
         mean_difference: mean over the shared seeds of first minus second; NaN where none has both.
-        low: lower end of its interval.
+        low: lower end of its interval, or the smallest difference where there is only a range.
         high: upper end.
         num_seeds: shared seeds with both values.
         num_missing: shared seeds where one has none: the others may be the survivors.
@@ -102,6 +103,19 @@ class ArmComparison:
     over: Over
     p_value: float | None
     adjusted_p_value: float | None = None
+
+    def __str__(self) -> str:
+        """Write the difference out, its ends in brackets with what they are over."""
+        if not self.num_seeds:
+            return "not measured"
+        if self.over == "no interval":
+            return f"{self.mean_difference:+.3g} (one seed)"
+        over = {
+            "seeds": f"{self.num_seeds} seeds",
+            "problems of the seeds": f"{self.num_problems} problems a seed",
+            "range of the seeds": "range",
+        }[self.over]
+        return f"{self.mean_difference:+.3g} ({self.low:+.3g} to {self.high:+.3g}, {over})"
 
 
 def summarise_arms(outcomes: Sequence[RunOutcome], thresholds: ClaimThresholds) -> list[ArmSummary]:
@@ -157,34 +171,24 @@ def compare_arms(
     return rows
 
 
-def arms_table(rows: Sequence[ArmSummary]) -> str:
-    """Lay the summaries out as a Markdown table, a line an arm."""
-    lines = ["| arm | " + " | ".join(QUANTITIES) + " |", "|---|" + "---|" * len(QUANTITIES)]
-    by_arm: dict[str, dict[str, ArmSummary]] = {}
-    for row in rows:
-        by_arm.setdefault(row.arm, {})[row.quantity] = row
-    lines += [
-        f"| {arm} | " + " | ".join(str(cells[quantity]) for quantity in QUANTITIES) + " |"
-        for arm, cells in by_arm.items()
+def pairs_of(arms: Sequence[str], reference: str) -> list[tuple[str, str]]:
+    """List a report's pairs: every arm against the reference, and each masking arm against its controls and variants.
+
+    Args:
+        arms: that were run.
+        reference: an arm.
+
+    Returns:
+        (first, second); none twice.
+    """
+    order = arm_order(list(arms))
+    pairs = [(arm, reference) for arm in order if arm != reference and reference in order]
+    return pairs + [
+        (arm, other)
+        for arm in order
+        for other in order
+        if other in (f"random_as_{arm}", f"length_as_{arm}") or other.startswith(f"{arm}_")
     ]
-    return "\n".join(lines)
-
-
-def comparisons_table(rows: Sequence[ArmComparison]) -> str:
-    """Lay the comparisons out as a Markdown table; p is raw, with Holm's in brackets."""
-    lines = ["| quantity | first | second | first minus second | interval over | seeds | p (Holm) |"]
-    lines.append("|---|---|---|---|---|---|---|")
-    for row in rows:
-        effect = "not measured"
-        if row.num_seeds:
-            ends = "no interval" if row.over == "no interval" else f"{row.low:.3g} to {row.high:.3g}"
-            effect = f"{row.mean_difference:.3g} ({ends})"
-        over = f"{row.num_problems} {row.over}" if row.num_problems else row.over
-        p_value = "" if row.p_value is None else f"{row.p_value:.3f} ({row.adjusted_p_value:.3f})"
-        seeds = f"{row.num_seeds} ({row.num_missing} without)" if row.num_missing else f"{row.num_seeds}"
-        cells = [row.quantity, row.first, row.second, effect, over, seeds, p_value]
-        lines.append("| " + " | ".join(cells) + " |")
-    return "\n".join(lines)
 
 
 def _summarise(arm: str, quantity: str, values: np.ndarray, thresholds: ClaimThresholds) -> ArmSummary:
@@ -237,7 +241,7 @@ def _compare(
     )
     if not seeds:
         return row
-    one, other = ([measure(runs[arm, seed]) for seed in seeds] for arm in (first, second))
+    one, other = [measure(runs[first, seed]) for seed in seeds], [measure(runs[second, seed]) for seed in seeds]
     rng = np.random.default_rng(thresholds.seed)
     num_resamples, confidence = thresholds.num_resamples, thresholds.confidence
     found = compare_paired(one, other, rng, num_resamples=num_resamples, confidence=confidence)
@@ -249,7 +253,10 @@ def _compare(
     pairs = [(problems.get((first, seed)), problems.get((second, seed))) for seed in seeds]
     known = [(a, b) for a, b in pairs if a and b and len(a) == len(b)]
     if len(known) < len(seeds):
-        return row
+        if len(seeds) == 1:
+            return row
+        apart = np.subtract(one, other)
+        return dataclasses.replace(row, low=float(apart.min()), high=float(apart.max()), over="range of the seeds")
     differences = [np.subtract(a, b) for a, b in known]
     low, high = problem_comparison(differences, rng, num_resamples=num_resamples, confidence=confidence)
     return dataclasses.replace(row, low=low, high=high, over="problems of the seeds", num_problems=len(known[0][0]))

@@ -30,7 +30,7 @@ class Choice:
 CHOICES = (
     Choice(
         question="policy, and where training starts",
-        answer="policy {policy.path}; None is the miniature's Qwen3-MoE, trained on solutions until the share written "
+        answer="policy.path {policy.path}; with None a small Qwen3-MoE, trained on solutions until the share written "
         "exactly is {warm_start.target_pass_rate}",
         keys=("policy", "warm_start"),
     ),
@@ -73,7 +73,7 @@ CHOICES = (
     ),
     Choice(
         question="denominator",
-        answer="{loss.denominator} sequences of the update; all counts rejected ones, too (Algorithm 1)",
+        answer="{loss.denominator} sequences of the update (all: rejected ones, too, Algorithm 1)",
         keys=("loss.denominator",),
     ),
     Choice(
@@ -83,12 +83,12 @@ CHOICES = (
     ),
     Choice(
         question="when the mask is computed",
-        answer="{mask.timing}: each_update is against the current policy (Algorithm 1)",
+        answer="{mask.timing} (each_update: against the current policy, Algorithm 1)",
         keys=("mask.timing",),
     ),
     Choice(
         question="which sequences count in their group's mean and deviation",
-        answer="{loss.baseline}: all counts rejected ones, too",
+        answer="{loss.baseline} (all: rejected ones, too)",
         keys=("loss.baseline",),
     ),
     Choice(
@@ -135,8 +135,8 @@ CHOICES = (
     ),
     Choice(
         question="grading of integers",
-        answer="{evaluation.grading}; strict: the last complete boxed or Answer line must be one integer, cut off is "
-        "wrong",
+        answer="{evaluation.grading} (strict: the last complete boxed or Answer line must be one integer, cut off is "
+        "wrong)",
         keys=("evaluation.grading",),
     ),
 )

@@ -88,6 +88,7 @@ class Picture:
         caption: stands below it.
         path: where Markdown finds it, relative to the document; without it, Markdown has the description alone.
         dark_image: the same for a dark background; without it, ``image`` stands on a white card.
+        is_wide: whether it is too wide for a narrow screen, which then scrolls it sideways.
     """
 
     image: bytes = field(repr=False)
@@ -95,6 +96,7 @@ class Picture:
     caption: str = ""
     path: str = ""
     dark_image: bytes | None = field(default=None, repr=False)
+    is_wide: bool = False
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -183,7 +185,7 @@ def _block(block: Block) -> str:
     if isinstance(block, Bullets):
         return "\n".join(f"- {escape_markdown(item)}" for item in block.items)
     if isinstance(block, Table):
-        return _table(block)
+        return table_markdown(block)
     if isinstance(block, Picture):
         return _picture(block)
     if isinstance(block, Row):
@@ -196,7 +198,15 @@ def _block(block: Block) -> str:
     return "\n\n".join([f"**{escape_markdown(block.title)}**", *(_block(inner) for inner in block.blocks)])
 
 
-def _table(table: Table) -> str:
+def table_markdown(table: Table) -> str:
+    """Write one table as Markdown.
+
+    Args:
+        table: to be written.
+
+    Returns:
+        Markdown, its caption below it.
+    """
     lines = ["| " + " | ".join(_escape_within(column) for column in table.columns) + " |"]
     lines.append("|" + "---|" * len(table.columns))
     lines += ["| " + " | ".join(_cell(cell_of(cell)) for cell in row) + " |" for row in table.rows]

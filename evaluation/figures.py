@@ -10,6 +10,7 @@ from matplotlib.figure import Figure
 
 from evaluation.outcomes import GAP, SCORE
 from evaluation.statistics import mean_interval
+from evaluation.themes import as_label
 
 COLOURS = {
     "token_is": "#56B4E9",
@@ -124,12 +125,12 @@ def draw_arm(axes: Axes, points: pd.DataFrame, arm: str) -> None:
     if table.shape[1] < BAND_FROM_SEEDS:
         for number, seed in enumerate(table.columns):
             style = LINE_STYLES[number % len(LINE_STYLES)]
-            label = f"{arm}, seed {seed}"
+            label = f"{as_label(arm)}, seed {seed}"
             axes.plot(table.index, table[seed], color=colour, linestyle=style, label=label, linewidth=1.4)
         return
     table = table.dropna()  # a step that not every seed has would be a mean of the survivors
     low, high = mean_interval(table.to_numpy())
-    axes.plot(table.index, table.mean(axis=1), color=colour, label=f"{arm}, mean of {table.shape[1]} seeds")
+    axes.plot(table.index, table.mean(axis=1), color=colour, label=f"{as_label(arm)}, mean of {table.shape[1]} seeds")
     axes.fill_between(table.index, low, high, color=colour, alpha=0.2, linewidth=0)
 
 

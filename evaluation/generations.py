@@ -150,6 +150,10 @@ def read_generations(path: Path) -> list[Generation]:
         table = pq.read_table(path)
     except (pa.ArrowException, OSError) as error:
         raise InputError(f"{path}: is not a readable Parquet file ({str(error).splitlines()[0]}); {DAMAGED}") from None
-    if not table.schema.equals(SCHEMA) or any(column.null_count for column in table.columns) or not table.num_rows:
+    try:
+        table = table.select(SCHEMA.names).cast(SCHEMA)  # other tools write the same columns in types of their own
+    except (KeyError, ValueError, pa.ArrowException):
+        table = SCHEMA.empty_table()
+    if any(column.null_count for column in table.columns) or not table.num_rows:
         raise InputError(f"{path}: does not hold a problem's answers; {DAMAGED}")
     return [Generation(**row) for row in table.to_pylist()]

@@ -15,7 +15,7 @@ from markupsafe import Markup
 from evaluation.document import Document, Heading, Table, cell_of
 from evaluation.html_template import SCRIPT, STYLE, TEMPLATE
 
-_NUMBER = re.compile(r"[-+]?\d[\d.,e+-]*%?( \(.*\))?|")
+_NUMBER = re.compile(r"[-+]?\d[\d.,e+-]*%?( \([^();]*\))?|")
 _PNG, _SVG = b"\x89PNG\r\n\x1a\n", re.compile(rb"\s*(<\?xml|<!DOCTYPE svg|<svg)")
 
 

@@ -37,7 +37,7 @@ h3 { font-size: 1.05rem; margin: 1.75rem 0 .5rem; }
 h4, h5, h6 { margin: 1.25rem 0 .5rem; }
 p, ul { max-width: 48rem; }
 a { color: var(--link); }
-.subtitle, caption, figcaption { color: var(--soft); }
+.subtitle, .caption, figcaption { color: var(--soft); }
 button {
   flex: none; font: inherit; font-size: .85rem; color: var(--text); background: var(--card); cursor: pointer;
   border: 1px solid var(--line); border-radius: .5rem; padding: .35rem .7rem; min-height: 2.5rem;
@@ -52,11 +52,15 @@ nav a {
   overflow-x: auto; margin: 1rem 0; background: var(--card); border: 1px solid var(--line); border-radius: .6rem;
 }
 table { border-collapse: collapse; width: 100%; font-size: .88rem; }
-caption { caption-side: bottom; text-align: left; padding: .6rem .8rem; font-size: .82rem; }
+.caption { margin: -.5rem .25rem 1.25rem; font-size: .82rem; max-width: 60rem; }
 th, td { padding: .45rem .8rem; text-align: left; vertical-align: top; border-top: 1px solid var(--line); }
 thead th { border-top: 0; color: var(--soft); font-weight: 600; vertical-align: bottom; }
 tbody th { font-weight: 600; }
-.number { text-align: right; font-variant-numeric: tabular-nums; white-space: nowrap; }
+.stacked td, .stacked th { white-space: pre-line; min-width: 5rem; }
+.stacked td.long { min-width: 12rem; }
+.plain tbody th { min-width: 7rem; }
+.number { text-align: right; font-variant-numeric: tabular-nums; }
+td.number { min-width: 5.5rem; }
 .plain tbody th, .plain thead th:first-child { position: sticky; left: 0; background: var(--card); }
 .tone { display: inline-block; padding: .05rem .55rem; border-radius: 1rem; white-space: nowrap; }
 .good { color: var(--good); background: var(--good-back); }
@@ -87,9 +91,11 @@ aside.warning { border-color: var(--unsure); background: var(--unsure-back); col
 details { margin: 1rem 0; }
 summary { cursor: pointer; font-weight: 600; padding: .35rem 0; }
 @media (max-width: 46rem) {
+  figure.wide { overflow-x: auto; }
+  figure.wide img { max-width: none; width: 44rem; }
   main { padding: 1rem .8rem 3rem; }
   h1 { font-size: 1.35rem; }
-  table.stacked, .stacked tbody, .stacked tr, .stacked th, .stacked td, .stacked caption { display: block; }
+  table.stacked, .stacked tbody, .stacked tr, .stacked th, .stacked td { display: block; }
   .stacked { width: 100%; }
   .stacked thead { position: absolute; width: 1px; height: 1px; overflow: hidden; clip-path: inset(50%); }
   .stacked tr { padding: .6rem 0; border-top: 1px solid var(--line); }
@@ -136,9 +142,6 @@ TEMPLATE = """\
 {% set is_number = table | number_columns %}
 <div class="scroll" tabindex="0" role="region" aria-label="{{ table.caption or table.columns | join(", ") }}">
 <table class="{{ "stacked" if table.is_stacked else "plain" }}">
-{% if table.caption %}
-<caption>{{ table.caption }}</caption>
-{% endif %}
 <thead><tr>
 {% for column in table.columns %}
 <th scope="col"{% if is_number[loop.index0] %} class="number"{% endif %}>{{ column }}</th>
@@ -153,7 +156,7 @@ TEMPLATE = """\
 <th scope="row">{{ show_cell(entry) }}</th>
 {% else %}
 <td data-label="{{ table.columns[loop.index0] }}" class="{{ "number" if is_number[loop.index0] }}\
-{{ " empty" if not entry.text }}">{{ show_cell(entry) }}</td>
+{{ " empty" if not entry.text }}{{ " long" if entry.text | length > 40 }}">{{ show_cell(entry) }}</td>
 {% endif %}
 {% endfor %}
 </tr>
@@ -161,9 +164,12 @@ TEMPLATE = """\
 </tbody>
 </table>
 </div>
+{% if table.caption %}
+<p class="caption">{{ table.caption }}</p>
+{% endif %}
 {% endmacro %}
 {% macro show_picture(picture) %}
-<figure>
+<figure{% if picture.is_wide %} class="wide" tabindex="0"{% endif %}>
 {% if picture.dark_image %}
 <img class="in-light" src="{{ picture.image | data_uri }}" alt="{{ picture.alt }}">
 <img class="in-dark" src="{{ picture.dark_image | data_uri }}" alt="{{ picture.alt }}">

@@ -10,6 +10,7 @@ from dataclasses import asdict, dataclass
 
 import torch
 from matplotlib.figure import Figure
+from matplotlib.ticker import MaxNLocator
 from torch import Tensor
 
 from evaluation.figures import LINE_STYLES
@@ -181,8 +182,8 @@ def draw_regating(rows: Sequence[GateRow]) -> Figure:
     figure = Figure(figsize=(13, 4.4), layout="constrained")
     panels = {
         "kept_sequence_fraction": "sequences kept",
-        "gradient_mass_fraction": "gradient mass kept, sum w rho |A| / sum rho |A|",
-        "surrogate_bias": "surrogate L' with the gate minus without (reward)",
+        "gradient_mass_fraction": "gradient mass kept",
+        "surrogate_bias": "surrogate bias (reward)",
     }
     all_axes = figure.subplots(1, len(panels))
     for axes, (name, label) in zip(all_axes, panels.items(), strict=True):
@@ -196,6 +197,7 @@ def draw_regating(rows: Sequence[GateRow]) -> Figure:
                 label=gate,
             )
         axes.set(xlabel="step", ylabel=label)
+        axes.xaxis.set_major_locator(MaxNLocator(integer=True))
         axes.grid(alpha=0.25)
     all_axes[0].set_ylim(-0.02, 1.02)
     figure.legend(*all_axes[0].get_legend_handles_labels(), loc="outside right upper", fontsize=8)

@@ -5,6 +5,7 @@ from dataclasses import dataclass, field
 
 import pandas as pd
 
+from evaluation.arm_summaries import ProblemScores
 from evaluation.choices import choices_table
 from evaluation.claim_rows import ClaimRow, ClaimThresholds
 from evaluation.document import (
@@ -52,6 +53,7 @@ PAPER_SHOWS = {
     "figure_3": "In the paper, each loose criterion alone fails, and both together hold.",
     "control": "The paper has no such control: as many sequences are rejected as by the criterion, but at random.",
 }
+BANDS = "Lines are medians over seeds, bands reach from the smallest to the largest."
 SOURCES = {"figure_1": "Figure 1", "figure_2": "Figure 2", "figure_3": "Figure 3", "control": "Control (ours)"}
 
 
@@ -69,6 +71,7 @@ class ReportData:
         bounds: the bounds, step by step.
         token_level: why token-level methods fail.
         lengths: rejection against length, as blocks.
+        final_scores: by (arm, seed), the last score of each held-out problem.
         warnings: beside those about the runs: what a reader of the claims has to know of their thresholds.
     """
 
@@ -77,10 +80,11 @@ class ReportData:
     claims: Sequence[ClaimRow]
     thresholds: ClaimThresholds
     figures: Mapping[str, Sequence[Picture]] = field(default_factory=dict)
-    kept: Picture | None = None
-    bounds: Picture | None = None
+    kept: Sequence[Picture] = ()
+    bounds: Sequence[Picture] = ()
     token_level: Picture | None = None
     lengths: Sequence[Block] = ()
+    final_scores: ProblemScores = field(default_factory=dict)
     warnings: Sequence[str] = ()
 
 
@@ -148,6 +152,8 @@ def _warnings(data: ReportData) -> list[Block]:
 def _claims(data: ReportData, num_seeds: int) -> list[Block]:
     enough = data.thresholds.min_seeds
     verdicts = [row.verdict for row in data.claims]
+    tested = [row for row in data.claims if row.verdict != "not run"]
+    untested = [row for row in data.claims if row.verdict == "not run"]
     counts = ", ".join(f"{verdicts.count(verdict)} {verdict}" for verdict in dict.fromkeys(verdicts))
     caution = (
         f"{num_seeds} seeds; each has its own starting policy, training prompts and held-out problems."
@@ -157,7 +163,12 @@ def _claims(data: ReportData, num_seeds: int) -> list[Block]:
     return [
         Heading(text="Claims"),
         Paragraph(text=f"{len(verdicts)} claims: {counts}. {caution}"),
-        claims_block(data.claims),
+        *([claims_block(tested)] if tested else []),
+        *(
+            [Fold(title=f"{len(untested)} claims that were not run", blocks=[claims_block(untested)])]
+            if untested
+            else []
+        ),
         Fold(
             title="How a verdict is reached",
             blocks=[
@@ -186,7 +197,7 @@ def _figures(data: ReportData) -> list[Block]:
             continue
         blocks += [Heading(text=plan.title, level=3), Paragraph(text=PAPER_SHOWS.get(plan.name, ""))]
         claims = figure_claims(data.claims, SOURCES.get(plan.name, ""))
-        blocks += [claims] if claims.rows else []
+        blocks.append(claims if claims.rows else Paragraph(text="Its claims were not run here."))
         blocks.append(Row(pictures=pictures))
     if not blocks:
         return []
@@ -205,7 +216,7 @@ def _figures(data: ReportData) -> list[Block]:
 
 def _runs(data: ReportData) -> list[Block]:
     outcomes = run_outcomes(data.points)
-    pairs = pairs_table(outcomes, REFERENCE_ARM, data.thresholds)
+    pairs = pairs_table(outcomes, REFERENCE_ARM, data.thresholds, data.final_scores)
     engine = engine_table(data.points)
     blocks: list[Block] = [
         Heading(text="Arms and runs"),
@@ -233,7 +244,7 @@ def _acceptance(data: ReportData) -> list[Block]:
     table = metrics_table(data.points, KEPT_COLUMNS, data.thresholds, "Share kept, mean over steps.")
     if not table.rows:
         return []
-    return [Heading(text="Who is kept, by length and correctness"), table, *_one(data.kept)]
+    return [Heading(text="Who is kept, by length and correctness"), table, *_side_by_side(data.kept)]
 
 
 def _bounds(data: ReportData) -> list[Block]:
@@ -243,12 +254,12 @@ def _bounds(data: ReportData) -> list[Block]:
     return [
         Heading(text="What the bounds say, step by step"),
         table,
-        *_one(data.bounds),
+        *_side_by_side(data.bounds),
         Paragraph(
             text="Measured on samples, not certified. A bound above 1 says nothing about a reward in [0, 1], and "
             "improvement is guaranteed only where L' exceeds a bound. One sequence with a token whose exact KL is "
-            "above the threshold refutes the guarantee's condition for its step; docs/theory.md says what a run without any "
-            "may claim."
+            "above the threshold refutes the guarantee's condition for its step; docs/theory.md says what a run "
+            "without any may claim."
         ),
     ]
 
@@ -339,8 +350,10 @@ def _rerun(data: ReportData) -> list[Block]:
     ]
 
 
-def _one(picture: Picture | None) -> list[Block]:
-    return [] if picture is None else [picture]
+def _side_by_side(pictures: Sequence[Picture]) -> list[Block]:
+    if not pictures:
+        return []
+    return [Row(pictures=pictures), Paragraph(text=BANDS)]
 
 
 def _two_columns(head: str, values: Mapping[str, str]) -> Table:

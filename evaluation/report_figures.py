@@ -1,17 +1,19 @@
 """The report's pictures: the panels of the paper's figures, who is kept, and the bounds, step by step."""
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import pandas as pd
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
+from matplotlib.ticker import MaxNLocator
 
 from evaluation.document import Picture
 from evaluation.figures import FigurePlan, arm_order, draw_arm
 from evaluation.outcomes import GAP, SCORE
-from evaluation.themes import light_and_dark, styled
+from evaluation.themes import as_label, light_and_dark, styled
 
 MOST_LABELS = 6
 KEPT = {
@@ -62,55 +64,55 @@ def plan_pictures(points: pd.DataFrame, plan: FigurePlan, folder: Path, *, score
     return pictures
 
 
-def grid_picture(points: pd.DataFrame, labels: dict[str, str], file: Path, *, title: str) -> Picture | None:
-    """Draw several metrics step by step, a panel an arm: median over seeds, with smallest and largest.
+def arm_pictures(points: pd.DataFrame, labels: dict[str, str], folder: Path, *, name: str, title: str) -> list[Picture]:
+    """Draw several metrics step by step, a picture an arm: median over seeds, with smallest and largest.
 
     Args:
         points: frame of points.
         labels: what each metric is called.
-        file: SVG to write.
+        folder: where to write; made if it is not there.
+        name: what the files' names begin with.
         title: what is shown.
 
     Returns:
-        The picture; None where no arm has these metrics.
+        A picture for each arm that has these metrics.
     """
     chosen = points[points.metric.isin(list(labels))]
-    arms = arm_order(list(chosen.arm))
-    if not arms:
-        return None
-    colours = dict(zip(labels, KEPT_COLOURS if labels is KEPT else BOUND_COLOURS, strict=True))
-    num_columns = min(2, len(arms))
-    num_rows = -(-len(arms) // num_columns)
+    pictures = []
+    for number, arm in enumerate(arm_order(list(chosen.arm)), start=1):
+        figure = _arm_panel(chosen[chosen.arm == arm], labels, arm)
+        alt = f"{title} under {arm}, step by step: {', '.join(labels.values())}."
+        pictures.append(_picture(figure, folder / f"{name}_{number}.svg", alt=alt))
+    return pictures
+
+
+def _arm_panel(points: pd.DataFrame, labels: dict[str, str], arm: str) -> Figure:
     with styled():
-        figure = Figure(figsize=(3.6 * num_columns, 2.4 * num_rows + 0.8), layout="constrained")
-        panels = figure.subplots(num_rows, num_columns, squeeze=False, sharex=True, sharey=True).ravel()
-        for axes, arm in zip(panels, arms, strict=False):
-            for metric, colour in colours.items():
-                table = chosen[(chosen.arm == arm) & (chosen.metric == metric)].pivot_table(
-                    index="step", columns="seed", values="value"
-                )
-                if table.empty:
-                    continue
-                axes.plot(table.index, table.median(axis=1), color=colour, linewidth=1.3)
+        figure = Figure(figsize=(4.2, 3.1), layout="constrained")
+        axes = figure.subplots()
+        for (metric, label), colour in zip(
+            labels.items(), KEPT_COLOURS if labels is KEPT else BOUND_COLOURS, strict=True
+        ):
+            table = points[points.metric == metric].pivot_table(index="step", columns="seed", values="value")
+            if not table.empty:
+                axes.plot(table.index, table.median(axis=1), color=colour, linewidth=1.3, label=label)
                 axes.fill_between(table.index, table.min(axis=1), table.max(axis=1), color=colour, alpha=0.15)
-            axes.set_title(arm, fontsize=10)
-            axes.grid(alpha=0.25)
-        for axes in panels[len(arms) :]:
-            axes.set_visible(False)
+        axes.set_title(as_label(arm), fontsize=10)
+        axes.set_xlabel("training step")
+        axes.xaxis.set_major_locator(MaxNLocator(integer=True))
+        axes.grid(alpha=0.25)
         if labels is KEPT:
-            panels[0].set_ylim(-0.02, 1.02)
+            axes.set(ylim=(-0.02, 1.02), ylabel="share kept")
         else:
-            panels[0].set_yscale("symlog", linthresh=1e-2)
-        figure.supxlabel("training step", fontsize=10)
-        handles = [Line2D([], [], color=colours[metric], label=label) for metric, label in labels.items()]
-        figure.legend(handles=handles, loc="outside lower center", ncols=2, fontsize=9)
-    alt = f"{title}, step by step, a panel for each of {', '.join(arms)}: {', '.join(labels.values())}."
-    return _picture(figure, file, alt=alt)
+            axes.set_yscale("symlog", linthresh=1e-2)
+            axes.set_ylabel("reward")
+        figure.legend(loc="outside lower center", ncols=2, fontsize=9)
+    return figure
 
 
 def file_picture(figure: Figure, file: Path, *, alt: str) -> Picture:
-    """Write a figure as SVG and take it into the report."""
-    return _picture(figure, file, alt=alt)
+    """Write a figure of several panels as SVG and take it into the report."""
+    return replace(_picture(figure, file, alt=alt), is_wide=True)
 
 
 def _panel(draw: Callable[[Axes], None]) -> Figure:
@@ -118,6 +120,7 @@ def _panel(draw: Callable[[Axes], None]) -> Figure:
         figure = Figure(figsize=(5.2, 4.0), layout="constrained")
         axes = figure.subplots()
         draw(axes)
+        axes.xaxis.set_major_locator(MaxNLocator(integer=True))
         axes.grid(alpha=0.25)
         handles = _few(axes.get_lines())
         figure.legend(handles=handles, loc="outside lower center", ncols=1 if len(handles) < 4 else 2, fontsize=9)

@@ -4,17 +4,18 @@ A step is not a unit of its own: what is averaged over seeds is each seed's mean
 """
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 import numpy as np
 import pandas as pd
 
+from evaluation.arm_summaries import QUANTITIES, ProblemScores, compare_arms, pairs_of, summarise_arms
 from evaluation.claim_rows import ClaimRow, ClaimThresholds, Effect
 from evaluation.document import Cell, Table, Tone
 from evaluation.figures import arm_order
 from evaluation.outcomes import RunOutcome
-from evaluation.statistics import bootstrap_mean, compare_paired, holm
+from evaluation.statistics import bootstrap_mean
 
 if TYPE_CHECKING:
     from evaluation.length_bias import LengthRow  # brings torch
@@ -23,6 +24,16 @@ STAGES = ("sync", "rollout", "mask", "update", "evaluate", "record")
 OVER_SEEDS = (
     "Mean over seeds; in brackets its bootstrap interval over seeds or, where seeds are too few for one, the smallest "
     "and the largest seed (range)."
+)
+ARMS_CAPTION = (
+    f"{OVER_SEEDS} The area is under the score curve, over its steps: a mean score. Lasting collapse: the share of "
+    "runs whose score was below half of its start at 4 evaluations running; a run with fewer cannot say."
+)
+PAIRS_CAPTION = (
+    "Pairs of the same seed, so of the same starting policy, prompts and held-out problems: mean difference with its "
+    "bootstrap interval over seeds. Fewer than five seeds have an interval of the final score over their held-out "
+    "problems, seeds drawn whole, which says little about other seeds, or a range. p: two-sided sign-flip test over "
+    "seeds, which gets no smaller than 1/16 with five; in brackets corrected for the pairs of that quantity (Holm)."
 )
 VERDICT_TONES: dict[str, Tone] = {
     "reproduced": "good",
@@ -54,7 +65,7 @@ def over_seeds(values: Sequence[float], thresholds: ClaimThresholds) -> str:
     if not len(array):
         return ""
     lost = f"; {len(values) - len(array)} seeds without a value" if len(array) < len(values) else ""
-    if len(array) < thresholds.min_seeds:
+    if len(array) <= thresholds.min_seeds:
         effect = Effect(estimate=float(array.mean()), low=float(array.min()), high=float(array.max()), kind="range")
         return f"{effect}{lost}"
     interval = bootstrap_mean(
@@ -78,25 +89,23 @@ def claims_block(claims: Sequence[ClaimRow]) -> Table:
                 row.text,
                 Cell(text=row.verdict, tone=VERDICT_TONES[row.verdict]),
                 "none needed" if row.num_seeds is None else str(row.num_seeds),
-                row.test,
-                "; ".join(str(effect) for effect in row.effects),
+                _tests(row),
                 "" if row.p_value is None else f"{row.p_value:.3f}{adjusted}",
-                row.data,
-                row.note,
+                "\n".join(part for part in (row.data, row.note) if part),
             ]
         )
-    columns = ["source", "claim", "verdict", "seeds", "test", "effect, test by test", "p (Holm)", "data", "note"]
+    columns = ["source", "claim", "verdict", "seeds", "test: effect", "p (Holm)", "data, note"]
     return Table(columns=columns, rows=rows, is_stacked=True)
 
 
 def figure_claims(claims: Sequence[ClaimRow], source: str) -> Table:
-    """Put what a figure of the paper claims beside what came out here."""
+    """Put what a figure of the paper claims beside what came out here; claims that were not run are left out."""
     rows: list[list[str | Cell]] = [
-        [row.text, Cell(text=row.verdict, tone=VERDICT_TONES[row.verdict]), "; ".join(str(e) for e in row.effects)]
+        [row.text, Cell(text=row.verdict, tone=VERDICT_TONES[row.verdict]), _tests(row)]
         for row in claims
-        if row.source == source
+        if row.source == source and row.verdict != "not run"
     ]
-    return Table(columns=["the paper's claim", "here", "effect, test by test"], rows=rows, is_stacked=True)
+    return Table(columns=["the paper's claim", "here", "test: effect"], rows=rows, is_stacked=True)
 
 
 def runs_table(outcomes: Sequence[RunOutcome]) -> Table:
@@ -126,57 +135,47 @@ def runs_table(outcomes: Sequence[RunOutcome]) -> Table:
 
 def arms_table(outcomes: Sequence[RunOutcome], thresholds: ClaimThresholds) -> Table:
     """Summarise each arm over its seeds."""
-    measures: dict[str, Callable[[RunOutcome], float]] = {
-        "start score": lambda run: run.start_score,
-        "final score": lambda run: run.final_score,
-        "rise": lambda run: run.rise,
-        "log10 PPL gap, last quarter": lambda run: run.log_gap,
-        "kept fraction": lambda run: run.acceptance,
-    }
-    rows: list[list[str | Cell]] = []
-    for arm in arm_order([run.arm for run in outcomes]):
-        runs = [run for run in outcomes if run.arm == arm]
-        cells = [over_seeds([measure(run) for run in runs], thresholds) for measure in measures.values()]
-        num_collapsed = sum(run.verdict == "collapsed" for run in runs)
-        rows.append([arm, str(len(runs)), *cells, f"{num_collapsed} of {len(runs)}"])
-    return Table(columns=["arm", "seeds", *measures, "collapsed"], rows=rows, caption=OVER_SEEDS)
+    cells: dict[str, list[str | Cell]] = {}
+    for row in summarise_arms(outcomes, thresholds):
+        cells.setdefault(row.arm, [row.arm]).append(str(row))
+    return Table(columns=["arm", *QUANTITIES], rows=list(cells.values()), caption=ARMS_CAPTION)
 
 
-def pairs_table(outcomes: Sequence[RunOutcome], reference: str, thresholds: ClaimThresholds) -> Table | None:
-    """Compare every arm's final score with one arm's, seed by seed; None where no arm shares enough seeds with it."""
-    scores = {(run.arm, run.seed): run.final_score for run in outcomes}
-    rng = np.random.default_rng(thresholds.seed)
-    found = {}
-    for arm in arm_order([run.arm for run in outcomes]):
-        seeds = sorted(seed for name, seed in scores if name == arm and (reference, seed) in scores)
-        if arm == reference or len(seeds) < thresholds.min_seeds:
-            continue
-        found[arm] = compare_paired(
-            [scores[arm, seed] for seed in seeds],
-            [scores[reference, seed] for seed in seeds],
-            rng,
-            num_resamples=thresholds.num_resamples,
-            confidence=thresholds.confidence,
-        )
+def pairs_table(
+    outcomes: Sequence[RunOutcome],
+    reference: str,
+    thresholds: ClaimThresholds,
+    final_scores: ProblemScores | None = None,
+) -> Table | None:
+    """Compare every arm with one, and with its controls and variants, on the seeds both have; None without a pair.
+
+    Args:
+        outcomes: of all runs.
+        reference: the one arm.
+        thresholds: of the intervals.
+        final_scores: by (arm, seed): the last score of each held-out problem, for pairs of few seeds.
+    """
+    pairs = pairs_of([run.arm for run in outcomes], reference)
+    found = [
+        row
+        for row in compare_arms(outcomes, thresholds, pairs=pairs, final_scores=final_scores)
+        if row.num_seeds or row.num_missing
+    ]
     if not found:
         return None
-    adjusted = holm([pair.p_value for pair in found.values()])
-    rows = [
+    rows: list[list[str | Cell]] = [
         [
-            arm,
-            str(pair.num_pairs),
-            f"{pair.mean_difference:+.3f} ({pair.low:+.3f} to {pair.high:+.3f})",
-            f"{pair.p_value:.3f}",
-            f"{holm_p:.3f}",
+            row.quantity,
+            row.first,
+            row.second,
+            str(row),
+            f"{row.num_seeds} ({row.num_missing} without)" if row.num_missing else str(row.num_seeds),
+            "" if row.p_value is None else f"{row.p_value:.3f} ({row.adjusted_p_value:.3f})",
         ]
-        for (arm, pair), holm_p in zip(found.items(), adjusted, strict=True)
+        for row in found
     ]
-    return Table(
-        columns=["arm", "seeds", f"final score minus {reference}", "p", "p (Holm)"],
-        rows=rows,
-        caption="Pairs of the same seed: mean difference with its bootstrap interval, two-sided sign-flip test, and "
-        f"the same corrected for the {len(rows)} arms of this table. Five seeds get no two-sided p below 1/16.",
-    )
+    columns = ["quantity", "first", "second", "first minus second", "seeds", "p (Holm)"]
+    return Table(columns=columns, rows=rows, caption=PAIRS_CAPTION)
 
 
 def metrics_table(points: pd.DataFrame, metrics: dict[str, str], thresholds: ClaimThresholds, caption: str) -> Table:
@@ -236,51 +235,40 @@ def engine_table(points: pd.DataFrame) -> Table:
     return Table(columns=["in the first step", "smallest to largest run", "runs"], rows=rows)
 
 
-def lengths_table(rows: "Sequence[LengthRow]") -> Table:
-    """Tabulate rejection against length, gate by gate."""
+def lengths_table(rows: "Sequence[LengthRow]", thresholds: ClaimThresholds) -> Table:
+    """Tabulate rejection against length: a line for each problem size, each number over seeds."""
     gates = list(rows[0].rejection)
-    cells = [
-        [
-            str(row.num_operands),
-            str(row.num_sequences),
-            f"{row.mean_length:.0f}",
-            f"{row.token_violation_fraction:.4f}",
-            f"{row.predicted_rejection:.2f}",
-            *(wilson(row.rejection[gate], row.num_sequences) for gate in gates),
+    cells = []
+    for size in sorted({row.num_operands for row in rows}):
+        sized = [row for row in rows if row.num_operands == size]
+        measures = [
+            [row.mean_length for row in sized],
+            [row.token_violation_fraction for row in sized],
+            [row.predicted_rejection for row in sized],
+            *([row.rejection[gate] for row in sized] for gate in gates),
         ]
-        for row in rows
-    ]
+        num_sequences = sum(row.num_sequences for row in sized)
+        cells.append([str(size), str(len(sized)), str(num_sequences), *(over_seeds(m, thresholds) for m in measures)])
     return Table(
-        columns=["operands", "responses", "mean length", "tokens above", "1 - (1 - p)^T", *gates],
+        columns=["operands", "seeds", "responses", "mean length", "tokens above", "1 - (1 - p)^T", *gates],
         rows=cells,
-        caption="Share rejected with its 95% Wilson interval, as if responses were independent: those to one prompt "
-        "are not, so that it is too short. p is the share of tokens whose exact KL is above TRM-Max's threshold.",
+        caption="Share of responses rejected by each gate. p is the share of tokens whose exact KL is above TRM-Max's "
+        f"threshold; 1 - (1 - p)^T is what independent tokens would give. {OVER_SEEDS}",
     )
-
-
-def wilson(share: float, num_samples: int, *, z: float = 1.959964) -> str:
-    """Write a share with its score interval.
-
-    Source: Wilson, "Probable Inference, the Law of Succession, and Statistical Inference" (JASA 1927).
-
-    Args:
-        share: of successes, in [0, 1].
-        num_samples: N >= 1.
-        z: normal quantile; the default is that of 95%.
-
-    Returns:
-        The share, its interval in brackets.
-    """
-    weight = z * z / num_samples
-    centre = (share + weight / 2) / (1 + weight)
-    half_width = math.sqrt(share * (1 - share) * weight + weight * weight / 4) / (1 + weight)
-    return f"{share:.2f} ({centre - half_width:.2f} to {centre + half_width:.2f})"
 
 
 def seed_means(points: pd.DataFrame, metric: str, *, arm: str) -> list[float]:
     """Average a metric over the steps of each seed of an arm."""
     values = points[(points.arm == arm) & (points.metric == metric)]
     return [float(mean) for mean in values.groupby("seed").value.mean() if not math.isnan(mean)]
+
+
+def _tests(row: ClaimRow) -> str:
+    """Put each part of a test beside its effect, a line each."""
+    parts = row.test.split("; ")
+    if len(parts) != len(row.effects):
+        return "\n".join([row.test, *(str(effect) for effect in row.effects)])
+    return ";\n".join(f"{part}: {effect}" for part, effect in zip(parts, row.effects, strict=True))
 
 
 def _in_order(outcomes: Sequence[RunOutcome]) -> list[RunOutcome]:

@@ -4,7 +4,7 @@ The score of the miniature's held-out problems and AIME25's avg@k are the same c
 """
 
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass, fields
 
 from transformers import PreTrainedTokenizerFast
 
@@ -58,9 +58,8 @@ def grade_answers(task: Task, generations: Sequence[Generation]) -> list[ScoredR
     for generation in generations:
         problem = Problem(id=generation.problem_id, prompt=generation.prompt, answer=generation.gold)
         grade = task.grade(problem, Response(text=generation.response, finished=generation.finished))
-        scored.append(
-            ScoredResponse(**asdict(generation), answer=grade.answer, reason=grade.reason, reward=grade.reward)
-        )
+        sampled = {field.name: getattr(generation, field.name) for field in fields(Generation)}
+        scored.append(ScoredResponse(**sampled, answer=grade.answer, reason=grade.reason, reward=grade.reward))
     return scored
 
 

@@ -17,6 +17,7 @@ DARK_COLOURS = {
     "#009e73": "#2cc096",
 }
 
+
 def styled() -> AbstractContextManager[None]:
     """Set what the figures of a report have in common, while they are drawn and written."""
     return matplotlib.rc_context(
@@ -24,9 +25,13 @@ def styled() -> AbstractContextManager[None]:
             "font.size": 10.0,
             "svg.fonttype": "path",  # asks for no font
             "svg.hashsalt": "figure",  # the same figure is the same file
-            "text.parse_math": False,  # names are names, also with a dollar sign
         }
     )
+
+
+def as_label(name: str) -> str:
+    """Keep a name with a dollar sign from being read as a formula."""
+    return name.replace("$", r"\$")
 
 
 def light_and_dark(figure: Figure) -> tuple[bytes, bytes]:

@@ -19,6 +19,8 @@ COMMANDS = {
     "study": "run the cells of a study, each a reproduce of its own, and collect what every run did",
     "report": "draw figures and write the report from MLflow",
     "regate": "replay a stored run under any gate: acceptance, gradient mass, bias, per step",
+    "compare": "print runs' curves side by side, from any MLflow store",
+    "sync": "send to MLflow the points that wait in a folder's spools",
     "lengths": "measure how each gate's rejection grows with response length (the paper's Table 2)",
     "plan": "print memory, operations, storage and time of a run on GPUs before it is started",
     "doctor": "check GPUs, versions, disk, memory, hub, tracking server and ports",

@@ -5,6 +5,7 @@ import ast
 import dataclasses
 import importlib
 import sys
+from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
 
@@ -18,12 +19,40 @@ def configure(parser: argparse.ArgumentParser) -> None:
     """Add the command's arguments."""
     add_config_arguments(parser)
     add_arm_argument(parser)
+    parser.add_argument(
+        "--choices", action="store_true", help="print what the paper leaves open and what the configuration chooses"
+    )
 
 
 def run(arguments: argparse.Namespace) -> int:
     """Run the command."""
-    sys.stdout.write(config_text(config_from(arguments)))
+    config = config_from(arguments)
+    sys.stdout.write(choices_text(config) if arguments.choices else config_text(config))
     return 0
+
+
+def choices_text(config: RunConfig) -> str:
+    """Tabulate what the paper leaves open with a configuration's values, as Markdown.
+
+    Args:
+        config: any.
+
+    Returns:
+        The table of docs/choices.md, where the configuration is the miniature.
+    """
+    from evaluation.choices import choices_table
+    from evaluation.document import table_markdown
+
+    values = {name: str(value) for name, value in _leaves(dataclasses.asdict(config))}
+    return table_markdown(choices_table(values)) + "\n"
+
+
+def _leaves(values: dict[str, object], prefix: str = "") -> Iterator[tuple[str, object]]:
+    for name, value in values.items():
+        if isinstance(value, dict):
+            yield from _leaves(value, prefix=f"{prefix}{name}.")
+        else:
+            yield f"{prefix}{name}", value
 
 
 def config_text(config: RunConfig) -> str:

@@ -76,6 +76,9 @@ def run(arguments: argparse.Namespace) -> int:
     folder = EvaluationFolder(arguments.out or default)
     with folder.locked():
         folder.prepare(settings, about)
+        if report is not None:
+            template = f"evaluation.prompt_template={config.evaluation.prompt_template}"
+            sys.stderr.write(f"{report}\nfirst prompt, {template}:\n{problems[0].prompt}\n")
         _finish(folder, config, *_answer(folder, config, policy, tokenizer, questions))
     return 0
 
@@ -164,7 +167,6 @@ def _problems(arguments: argparse.Namespace, config: "RunConfig") -> "tuple[list
             raise InputError("--data goes with --task aime24, aime25 or dapo; chain_arithmetic draws its own problems")
         return held_out_problems(config)[: arguments.limit], None
     problems, report = load_problems(evaluation_source(config.evaluation, arguments.data), show_progress=True)
-    sys.stderr.write(f"{report}\n")
     return problems[: arguments.limit], report
 
 
@@ -175,9 +177,7 @@ def _render(
 
     if settings.task == "chain_arithmetic":
         return problems
-    rendered = render_prompts(problems, settings.prompt_template, tokenizer, "evaluation.prompt_template")
-    sys.stderr.write(f"first prompt, evaluation.prompt_template={settings.prompt_template}:\n{rendered[0].prompt}\n")
-    return rendered
+    return render_prompts(problems, settings.prompt_template, tokenizer, "evaluation.prompt_template")
 
 
 def _encode(

@@ -4,6 +4,7 @@ Several ranks are started by torch's elastic launcher, the library behind torchr
 the command once per rank already, as on several machines, each process is its rank.
 """
 
+import logging
 import os
 import sys
 from collections.abc import Mapping, Sequence
@@ -68,14 +69,19 @@ def train_ranks(
         monitor_interval=0.2,
         start_method="spawn",
     )
+    logging.getLogger("torch.distributed.elastic").setLevel(logging.CRITICAL)  # a failure is told in one line
     try:
         elastic_launch(launch, rank_main)(config, model_path, reference, show_progress)
     except ChildFailedError as error:
         rank, first = error.get_first_failure()
-        message = first.message["message"] if isinstance(first.message, dict) else first.message
+        message, stack = first.message, ""
+        if isinstance(message, dict):
+            message, stack = message["message"], message.get("extraInfo", {}).get("py_callstack", "")
         kind, _, text = str(message).partition(": ")
         if kind == "InputError":
             raise InputError(text) from None
+        if kind != "FaultError":
+            sys.stderr.write(stack)  # what nobody foresaw
         reason = text if kind == "FaultError" else (str(message).strip().splitlines() or ["no message"])[-1][:300]
         raise FaultError(f"rank {rank} of {config.arm}/seed_{config.seed}: {reason}") from None
 

@@ -38,6 +38,7 @@ class StepRecorder(L.Callback):
         self.directory = directory
         self.session = session
         self.spool = MetricsSpool(directory.spool_file) if ranks.is_first() else None
+        self.latest: SpoolEntry | None = None  # of the step that ended last
         self.clock = StageClock()
         self.step_began = time.perf_counter()
 
@@ -64,7 +65,8 @@ class StepRecorder(L.Callback):
             self.evaluate(trainer, version=step + 1)
         if entry is not None and self.spool is not None:
             timings, spans = self.timings(entry.metrics["rollout/num_tokens"], data, pl_module)
-            self.spool.append(replace(entry, metrics=entry.metrics | timings, spans=spans, time=time.time()))
+            self.latest = replace(entry, metrics=entry.metrics | timings, spans=spans, time=time.time())
+            self.spool.append(self.latest)
         if (step + 1) % self.config.output.checkpoint_every_steps == 0 or is_last:
             self.save_checkpoint(trainer)
         if ranks.is_first():
@@ -111,7 +113,8 @@ class StepRecorder(L.Callback):
             if data.ahead is not None:
                 data.ahead.wait()
             self.session.engine.sync(weights, run=data.run_name, version=version)
-            scored = lead(self.session.engine.engine, lambda: self.score(data.sampler, version))
+            sampler = data.sampler
+            scored = lead(self.session.engine.engine, lambda: self.score(sampler, version))
         if scored is None or self.spool is None:
             return
         greedy, sampled = scored
@@ -126,9 +129,7 @@ class StepRecorder(L.Callback):
             )
         )
 
-    def score(
-        self, sampler: RolloutSampler, version: int
-    ) -> tuple[list[ScoredResponse], list[ScoredResponse]]:
+    def score(self, sampler: RolloutSampler, version: int) -> tuple[list[ScoredResponse], list[ScoredResponse]]:
         """Answer the held-out problems with the engine's weights: greedily, and by sampling."""
         settings = self.config.evaluation
         limit = self.config.rollout.max_prompt_tokens

@@ -1,6 +1,7 @@
 """`trm-repro report`: figures, summary, report.md and one self-contained report.html, from MLflow alone."""
 
 import argparse
+import json
 import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -8,11 +9,13 @@ from typing import TYPE_CHECKING
 from pipelines.arguments import add_config_arguments, config_from
 from pipelines.run_directory import write_atomically
 from trm_repro.config import RunConfig
+from trm_repro.config_sections import ClaimThresholds
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from evaluation.document import Block
+    from evaluation.experiment import ExperimentRecord
     from evaluation.length_bias import LengthRow
 
 HELP = "draw the figures and write the report of an experiment, from MLflow"
@@ -55,7 +58,7 @@ def write_report(config: RunConfig) -> list[Path]:
     from evaluation.outcomes import REPORTED_METRICS, run_outcomes
     from evaluation.recorded_thresholds import recorded_thresholds
     from evaluation.report import SCORE_NAME, ReportData, build_report, summary_table
-    from evaluation.report_figures import BOUNDS, KEPT, file_picture, grid_picture, plan_pictures
+    from evaluation.report_figures import BOUNDS, KEPT, arm_pictures, file_picture, plan_pictures
     from evaluation.token_level import draw_token_level
     from pipelines.tracking_reader import read_experiment
 
@@ -77,16 +80,17 @@ def write_report(config: RunConfig) -> list[Path]:
             claims=claims,
             thresholds=recorded.thresholds,
             warnings=recorded.warnings,
+            final_scores=_final_scores(config, experiment),
             figures={plan.name: plan_pictures(points, plan, figures, score_name=SCORE_NAME) for plan in FIGURES},
-            kept=grid_picture(points, KEPT, figures / "kept.svg", title="Share of sequences kept"),
-            bounds=grid_picture(points, BOUNDS, figures / "bounds.svg", title="Bounds and surrogate, in reward units"),
+            kept=arm_pictures(points, KEPT, figures, name="kept", title="Share of sequences kept"),
+            bounds=arm_pictures(points, BOUNDS, figures, name="bounds", title="Bounds and surrogate, in reward units"),
             token_level=file_picture(
                 token_level,
                 figures / "token_level.svg",
                 alt="What is left after each method against pi_roll of a token that pi_theta gives 0.9: the largest KL "
                 "among responses with gradient, and the largest ratio with a negative advantage.",
             ),
-            lengths=[] if rows is None else _length_blocks(rows, figures),
+            lengths=[] if rows is None else _length_blocks(rows, recorded.thresholds, figures),
         )
     )
     write_atomically(folder / "report.md", to_markdown(report))
@@ -96,6 +100,19 @@ def write_report(config: RunConfig) -> list[Path]:
     others = [file for pattern in ("*.svg", "table_2.*", "token_level.p*") for file in figures.glob(pattern)]
     texts = [folder / name for name in (REPORT_FILE, "report.md", "summary.txt")]
     return [*texts, *written, *sorted(set(others) - set(written))]
+
+
+def _final_scores(config: RunConfig, experiment: "ExperimentRecord") -> "dict[tuple[str, int], Sequence[float]]":
+    """Read each run's last score of every held-out problem; runs that hold none are left out."""
+    from pipelines.tracking_reader import read_artifact
+
+    found = {}
+    for run in experiment.runs:
+        content = read_artifact(config, run.run_id, "scores/held_out.json")
+        if content is not None:
+            by_step = json.loads(content)
+            found[run.arm, run.seed] = by_step[max(by_step, key=int)]["greedy"]
+    return found
 
 
 def _length_rows(config: RunConfig, parent_run: str) -> "list[LengthRow] | None":
@@ -108,10 +125,10 @@ def _length_rows(config: RunConfig, parent_run: str) -> "list[LengthRow] | None"
     return None if content is None else parse_length_rows(content, "table_2.json")
 
 
-def _length_blocks(rows: "Sequence[LengthRow]", folder: Path) -> "list[Block]":
+def _length_blocks(rows: "Sequence[LengthRow]", thresholds: ClaimThresholds, folder: Path) -> "list[Block]":
     from evaluation.length_bias import draw_length_bias
     from evaluation.report_figures import file_picture
     from evaluation.report_tables import lengths_table
 
     alt = f"Share rejected against mean response length by {', '.join(rows[0].rejection)}."
-    return [lengths_table(rows), file_picture(draw_length_bias(rows), folder / "table_2.svg", alt=alt)]
+    return [lengths_table(rows, thresholds), file_picture(draw_length_bias(rows), folder / "table_2.svg", alt=alt)]

@@ -1,17 +1,18 @@
 """`trm-repro reproduce`: every arm with every seed, then figures and report; goes on where it was.
 
-Worker processes train; only this process writes to MLflow.
+Worker processes train; only a thread of this process writes to MLflow.
 """
 
 import argparse
 import multiprocessing
 import os
 import sys
+from collections.abc import Callable
 from dataclasses import dataclass
 from multiprocessing.connection import Connection, wait
 from multiprocessing.context import SpawnProcess
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from tqdm import tqdm
 
@@ -22,6 +23,9 @@ from pipelines.worker import Job, Outcome, worker_main
 from trm_repro.config import RunConfig, load_arm, load_config
 from trm_repro.errors import InputError
 from trm_repro.file_locks import file_lock
+
+if TYPE_CHECKING:
+    from pipelines.tracking import BackgroundTracker, ExperimentReplay
 
 HELP = "run every arm with every seed, then draw the figures and write the report"
 POLL_SECONDS = 2.0
@@ -35,8 +39,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     """Run the command."""
-    from pipelines.report import REPORT_FILE, write_report
-    from pipelines.tracking import Tracker
+    from pipelines.tracking import BackgroundTracker, ExperimentReplay
 
     files, overrides = split_settings(arguments.settings)
     config = load_config(files, overrides)
@@ -45,22 +48,60 @@ def run(arguments: argparse.Namespace) -> int:
     with file_lock(folder / "reproduce.lock", busy="another reproduce is running there; wait for it or stop it"):
         for directory in directories:
             directory.prepare()
-        tracker = Tracker(config)
-        parent_run = tracker.open_parent(config)
-        failures = Pool(config, tracker, parent_run, Schedule(directories)).run()
+        replay = ExperimentReplay(config, is_experiment=True, seeds=config.reproduce.seeds)
+        with BackgroundTracker(replay, say=lambda line: tqdm.write(line, file=sys.stderr)) as tracking:
+            failures = Pool(config, tracking, Schedule(directories)).run()
         for name, error in failures.items():
             sys.stderr.write(f"trm-repro: stopped: {name}: {error}\n")
-        if len(failures) == len(directories):
-            tracker.close_parent(parent_run, "FAILED")
-            return 1
+        status = "FAILED" if failures else "FINISHED"
         join_length_tables(folder / "figures")
-        files_written = write_report(config)
-        tracker.log_files(parent_run, [file for file in files_written if file.is_file()], "report")
-        tracker.close_parent(parent_run, "FAILED" if failures else "FINISHED")
-    sys.stdout.write((folder / "summary.txt").read_text(encoding="utf-8"))
-    sys.stdout.write(f"report: {(folder / REPORT_FILE).resolve().as_uri()}\n")
-    sys.stdout.write(f"MLflow: mlflow ui --backend-store-uri {tracker.uri}\n")
+        conclude(replay, status, missing=tracking.failure, has_report=len(failures) < len(directories))
     return 1 if failures else 0
+
+
+def conclude(replay: "ExperimentReplay", status: str, *, missing: str | None, has_report: bool) -> None:
+    """Write the report and give the experiment its end in MLflow; without MLflow, say how to do both later.
+
+    Args:
+        replay: has brought MLflow up to date, unless something is missing.
+        status: FINISHED or FAILED.
+        missing: why MLflow does not hold everything, or None.
+        has_report: whether there is anything to report.
+
+    Raises:
+        InputError: if the report cannot be written though MLflow answers.
+    """
+    from pipelines.report import REPORT_FILE, write_report
+    from pipelines.tracking import TrackingUnreachable, how_to_browse, tracking_uri
+
+    folder = Path(replay.config.output.dir)
+    for name, why in replay.damaged.items():
+        sys.stderr.write(f"trm-repro: {name} is not in MLflow: {why}\n")
+    files: list[Path] = []
+    if missing is None:
+        try:
+            files = _report_or_wait(replay, write_report) if has_report else []
+            replay.close(status, files)
+        except TrackingUnreachable as error:
+            missing = str(error)
+    if missing is not None:
+        sys.stdout.write(
+            f"MLflow cannot be reached ({missing}), so the report, which reads it, is not written. Every point is in "
+            f"{folder}/*/seed_*/metrics.jsonl. When MLflow is back: trm-repro sync {folder}\n"
+        )
+        return
+    if files:
+        sys.stdout.write((folder / "summary.txt").read_text(encoding="utf-8"))
+        sys.stdout.write(f"report: {(folder / REPORT_FILE).resolve().as_uri()}\n")
+    sys.stdout.write(f"MLflow: {how_to_browse(tracking_uri(replay.config))}\n")
+
+
+def _report_or_wait(replay: "ExperimentReplay", write_report: "Callable[[RunConfig], list[Path]]") -> list[Path]:
+    try:
+        return write_report(replay.config)
+    except InputError:
+        replay.work()  # says so where MLflow has gone meanwhile
+        raise
 
 
 def plan_runs(config: RunConfig, files: list[str], overrides: list[str]) -> list[RunDirectory]:
@@ -169,20 +210,15 @@ class Worker:
 
 
 class Pool:
-    """Worker processes, a progress bar, and the replay of spools to MLflow."""
+    """Worker processes and a progress bar; says what MLflow should hold."""
 
-    def __init__(self, config: RunConfig, tracker: object, parent_run: str, schedule: Schedule) -> None:
+    def __init__(self, config: RunConfig, tracking: "BackgroundTracker", schedule: Schedule) -> None:
         """Set up; processes start in `run`."""
-        from pipelines.tracking import Tracker
-
-        assert isinstance(tracker, Tracker)
         self.config = config
-        self.tracker = tracker
-        self.parent_run = parent_run
+        self.tracking = tracking
         self.schedule = schedule
         self.failures: dict[str, str] = {}
         self.attempts: dict[str, int] = {}
-        self.open: dict[str, RunDirectory] = {}
         self.progress: dict[str, tuple[int, int]] = {}  # size of the spool when it was read, steps in it
 
     def run(self) -> dict[str, str]:
@@ -194,8 +230,7 @@ class Pool:
         total = sum(directory.config.num_steps for directory in self.schedule.all)
         for directory in self.schedule.all:
             if directory.is_finished:  # completes an interrupted replay
-                self._track(directory)
-                self._close(directory, "FINISHED")
+                self.tracking.track(directory, "FINISHED")
         bar: tqdm[Any]
         with tqdm(total=total, unit="step", desc="reproduce", smoothing=0.05) as bar:
             workers = [self._start(number) for number in range(self._num_workers())]
@@ -243,7 +278,7 @@ class Pool:
             if worker.job is None and (assigned := self.schedule.next_job()) is not None:
                 worker.job, worker.directory = assigned
                 if worker.job.kind == "train":
-                    self._track(worker.directory)
+                    self.tracking.track(worker.directory)
                 worker.connection.send(worker.job)
         return any(worker.job is not None for worker in workers)
 
@@ -277,23 +312,11 @@ class Pool:
                 self.failures[lost.name] = reason
                 bar.write(f"stopped: {lost.name}: {reason}")
         if job.kind == "train":
-            self._track(directory)
-            self._close(directory, "FINISHED" if outcome.error is None else "FAILED")
-
-    def _track(self, directory: RunDirectory) -> None:
-        self.tracker.open_run(directory, self.parent_run)
-        self.tracker.replay(directory)
-        self.open[directory.name] = directory
-
-    def _close(self, directory: RunDirectory, status: str) -> None:
-        self.tracker.close_run(directory, status)
-        self.open.pop(directory.name, None)
+            self.tracking.track(directory, "FINISHED" if outcome.error is None else "FAILED")
 
     def _show(self, bar: "tqdm[Any]", workers: list[Worker]) -> None:
         from pipelines.spool import read_spool
 
-        for directory in self.open.values():
-            self.tracker.replay(directory)
         for directory in self.schedule.all:
             if directory.spool_file.is_file():
                 size = directory.spool_file.stat().st_size

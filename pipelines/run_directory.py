@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from contextlib import AbstractContextManager
 from pathlib import Path
 
+from pipelines.credentials import public_config
 from trm_repro.config import RunConfig, load_config, to_yaml
 from trm_repro.errors import InputError
 from trm_repro.file_locks import file_lock
@@ -61,7 +62,7 @@ class RunDirectory:
                     f"{self.path} holds a run with another configuration ({'; '.join(different[:3])}); choose another "
                     "output.dir, or delete that folder"
                 )
-        write_atomically(self.config_file, to_yaml(self.config))
+        write_atomically(self.config_file, to_yaml(public_config(self.config)))
 
     def locked(self) -> AbstractContextManager[None]:
         """Hold the run for this process; a second process gets an InputError."""

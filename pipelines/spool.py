@@ -3,6 +3,7 @@
 MLflow is filled from it by `pipelines.tracking`, so that tracking can fail without stopping a run.
 """
 
+import errno
 import json
 import os
 from collections.abc import Iterator
@@ -57,10 +58,16 @@ class MetricsSpool:
         """Write an entry through to the disk, unless that step's is there from before an interruption."""
         if (entry.step, entry.kind) in self.written:
             return
-        with self.path.open("a", encoding="utf-8") as file:
-            file.write(json.dumps(asdict(entry)) + "\n")
-            file.flush()
-            os.fsync(file.fileno())
+        line = f"{json.dumps(asdict(entry))}\n".encode()
+        with self.path.open("ab", buffering=0) as file:
+            begin = file.tell()
+            try:
+                if file.write(line) < len(line):
+                    raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(self.path))
+                os.fsync(file.fileno())
+            except OSError:
+                file.truncate(begin)  # half a line would swallow the next one
+                raise
         self.written.add((entry.step, entry.kind))
 
 
@@ -71,13 +78,14 @@ def read_spool(path: Path) -> Iterator[SpoolEntry]:
         path: a ``metrics.jsonl``.
 
     Yields:
-        Its entries, in the order written.
+        Its entries, in the order written; of a step and kind that is there twice, the first.
 
     Raises:
         InputError: if the file is missing or a complete line is no entry.
     """
     if not path.is_file():
         raise InputError(f"{path}: no such file; expected the metrics of a run")
+    seen: set[tuple[int, str]] = set()
     with path.open("rb") as lines:
         for number, line in enumerate(lines, start=1):
             if not line.endswith(b"\n"):
@@ -91,4 +99,6 @@ def read_spool(path: Path) -> Iterator[SpoolEntry]:
                 is_entry = False
             if not is_entry:
                 raise InputError(f"{path}: line {number} is no metrics entry; the file is damaged")
-            yield entry
+            if (entry.step, entry.kind) not in seen:
+                seen.add((entry.step, entry.kind))
+                yield entry

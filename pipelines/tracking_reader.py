@@ -2,7 +2,6 @@
 
 import ast
 import dataclasses
-import re
 import shlex
 from collections.abc import Mapping
 from pathlib import Path
@@ -12,7 +11,9 @@ from mlflow import MlflowClient
 from mlflow.entities import Run
 
 from evaluation.experiment import ExperimentRecord, RunRecord
-from pipelines.tracking import STORE_ERRORS, flatten, read_state, tracking_uri
+from pipelines.credentials import without_credentials
+from pipelines.tracking import EXPERIMENT_TAG, STORE_ERRORS, TrackingUnreachable, flatten, read_state, tracking_uri
+from pipelines.tracking.store import connect, reason
 from trm_repro.config import CONF_DIR, RunConfig, arm_names
 from trm_repro.errors import InputError
 
@@ -34,15 +35,14 @@ def read_experiment(config: RunConfig, metric_names: list[str]) -> tuple[Experim
     Raises:
         InputError: if MLflow cannot be reached, or has no runs of this experiment.
     """
-    uri = tracking_uri(config)
+    uri, public = tracking_uri(config), without_credentials(tracking_uri(config))
     database = Path(config.output.dir) / "mlflow.db"
     if config.tracking.uri is None and not database.is_file():
         raise InputError(f"{database}: no such file; run trm-repro reproduce first, or name a server by tracking.uri")
     try:
-        return _read(config, MlflowClient(tracking_uri=uri), uri, metric_names)
-    except STORE_ERRORS as error:
-        line = (str(error).splitlines() or [type(error).__name__])[0][:200]
-        raise InputError(f"tracking.uri={uri}: MLflow cannot be read ({line})") from None
+        return _read(config, connect(uri), public, metric_names)
+    except (*STORE_ERRORS, TrackingUnreachable) as error:
+        raise InputError(f"tracking.uri={public}: MLflow cannot be read ({reason(error, uri)})") from None
 
 
 def read_artifact(config: RunConfig, run_id: str, path: str) -> bytes | None:
@@ -57,12 +57,12 @@ def read_artifact(config: RunConfig, run_id: str, path: str) -> bytes | None:
         Its bytes; None where there is none, or where the store that holds it is out of reach.
     """
     try:
-        client = MlflowClient(tracking_uri=tracking_uri(config))
+        client = connect(tracking_uri(config))
         folder = path.rpartition("/")[0]
         if path not in {file.path for file in client.list_artifacts(run_id, folder)}:
             return None
         return Path(client.download_artifacts(run_id, path)).read_bytes()
-    except STORE_ERRORS:
+    except (*STORE_ERRORS, TrackingUnreachable):
         return None
 
 
@@ -73,9 +73,11 @@ def _read(
     if experiment is None:
         raise InputError(f"MLflow at {uri} has no experiment {config.tracking.experiment!r}; see tracking.experiment")
     parent = _find_parent(config, client, experiment.experiment_id, uri)
-    condition = f"tags.`mlflow.parentRunId` = '{parent.info.run_id}'"
-    found = client.search_runs([experiment.experiment_id], condition, max_results=10_000)
-    runs = [run for run in found if "arm" in run.data.tags and run.data.tags.get("seed", "").isdigit()]
+    runs: list[Run] = []
+    for tag in (EXPERIMENT_TAG, "`mlflow.parentRunId`"):  # without the first, runs hang below their parent directly
+        condition = f"tags.{tag} = '{parent.info.run_id}' AND tags.kind = 'run'"
+        runs = runs or list(client.search_runs([experiment.experiment_id], condition, max_results=10_000))
+    runs = [run for run in runs if "arm" in run.data.tags and run.data.tags.get("seed", "").isdigit()]
     if not runs:
         raise InputError(f"MLflow at {uri} has no runs under parent run {parent.info.run_id}")
     points, records = [], []
@@ -100,7 +102,7 @@ def _read(
             planned=_planned(record.settings),
             arm_settings=frozenset(keys),
             command=rerun_command(record.settings),
-            source=_without_password(uri),
+            source=without_credentials(uri),
         ),
         points,
     )
@@ -109,7 +111,7 @@ def _read(
 def _find_parent(config: RunConfig, client: MlflowClient, experiment_id: str, uri: str) -> Run:
     state = read_state(Path(config.output.dir) / "mlflow.json")
     if state is not None:
-        known = client.search_runs([experiment_id], f"attributes.run_id = '{_plain(state['run_id'])}'")
+        known = client.search_runs([experiment_id], f"attributes.run_id = '{_plain(state.run_id)}'")
         if known:
             return known[0]
     named = client.search_runs(
@@ -188,7 +190,3 @@ def _plain(text: str) -> str:
     if "'" in text:
         raise InputError(f"{text!r} must not hold a quote")
     return text
-
-
-def _without_password(uri: str) -> str:
-    return re.sub(r"//[^/@]*@", "//", uri)

@@ -2,6 +2,7 @@
 
 import argparse
 import dataclasses
+import json
 import sys
 import warnings
 from collections.abc import Mapping, Sequence
@@ -14,9 +15,10 @@ from tqdm import tqdm
 
 from pipelines.arguments import add_arm_argument, add_config_arguments, config_from
 from pipelines.checkpoints import SNAPSHOTS, find_checkpoint
+from pipelines.health_monitor import HealthMonitor
 from pipelines.launch import launched_rank, train_ranks
 from pipelines.recorder import StepRecorder
-from pipelines.run_directory import RunDirectory
+from pipelines.run_directory import RunDirectory, write_atomically
 from pipelines.session import Session, open_session, set_threads
 from pipelines.spool import SpoolEntry, read_spool
 from trm_repro import ranks
@@ -43,7 +45,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     """Run the command."""
-    from pipelines.tracking import Tracker
+    from pipelines.tracking import BackgroundTracker, ExperimentReplay
 
     config = config_from(arguments)
     set_threads(config.num_threads)
@@ -54,15 +56,20 @@ def run(arguments: argparse.Namespace) -> int:
         train_ranks(config, model_path, reference)
         return 0
     directory.prepare()
-    tracker = Tracker(config)
-    tracker.open_run(directory)
-    if not directory.is_finished:
-        if config.trainer.is_sharded:
-            train_ranks(config, model_path, reference, show_progress=True)
-        else:
-            train_run(config, open_session(config, model_path), model_path, reference, show_progress=True)
-    tracker.replay(directory)
-    tracker.close_run(directory, status="FINISHED")
+    replay = ExperimentReplay(config, is_experiment=False)
+    with BackgroundTracker(replay, say=lambda line: tqdm.write(line, file=sys.stderr)) as tracking:
+        tracking.track(directory)
+        if not directory.is_finished:
+            if config.trainer.is_sharded:
+                train_ranks(config, model_path, reference, show_progress=True)
+            else:
+                train_run(config, open_session(config, model_path), model_path, reference, show_progress=True)
+        tracking.track(directory, "FINISHED")
+    if tracking.failure is not None:
+        sys.stderr.write(
+            f"trm-repro: MLflow cannot be reached ({tracking.failure}); every point is in {directory.spool_file}. "
+            f"When it is back: trm-repro sync {config.output.dir}\n"
+        )
     last = [entry for entry in read_spool(directory.spool_file) if entry.kind == "evaluate"][-1]
     scores = ", ".join(f"{name} {value:.3f}" for name, value in last.metrics.items())
     sys.stdout.write(f"{directory.name}: {scores} after {last.step} steps; files in {directory.path}\n")
@@ -155,6 +162,9 @@ def train_run(
     with directory.locked() if ranks.is_first() else nullcontext():
         module = build_module(config, model_path, reference)
         sampler = RolloutSampler(config, session.engine, session.tokenizer)
+        if sampler.math is not None and ranks.is_first():
+            record = json.dumps(sampler.math.as_record(), indent=2, ensure_ascii=False)
+            write_atomically(directory.path / "data.json", f"{record}\n")
         data = RolloutDataModule(
             config,
             sampler,
@@ -162,7 +172,8 @@ def train_run(
             shard_dir=directory.shards,
             snapshot_dir=directory.checkpoint / SNAPSHOTS,
         )
-        callbacks: list[L.Callback] = [StepRecorder(config, directory, session)]
+        recorder = StepRecorder(config, directory, session)
+        callbacks: list[L.Callback] = [recorder, HealthMonitor(config, directory, recorder)]
         if show_progress:
             callbacks.append(StepBar(directory.name, config.num_steps))
         trainer = build_trainer(config.num_steps, callbacks, config.trainer)

@@ -5,9 +5,13 @@ import shutil
 import subprocess
 import sys
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import pytest
 import torch
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerFast
 
 ROOT = Path(__file__).resolve().parents[1]
 SMOKE = ROOT / "conf" / "smoke.yaml"
@@ -23,6 +27,14 @@ def test_data() -> Path:
     if not folder:
         pytest.skip("TRM_REPRO_TEST_DATA is not set: it names a folder with AIME problems and grading cases")
     return Path(folder)
+
+
+@pytest.fixture(scope="session")
+def qwen3_tokenizer(test_data: Path) -> "PreTrainedTokenizerFast":
+    """Qwen3's own tokenizer of 151,669 tokens."""
+    from trm_repro.policy import load_tokenizer
+
+    return load_tokenizer(test_data / "qwen3-tokenizer")
 
 
 def run_command(*arguments: object, timeout: float = 280) -> subprocess.CompletedProcess[str]:

@@ -23,7 +23,7 @@ def store_experiment(
     Args:
         folder: output folder; MLflow's database is in it.
         seeds: of every arm.
-        num_steps: of every run; scores at the start, in the middle and at the end.
+        num_steps: of every run; a score at each even step.
         overrides: of the configuration, such as another name.
     """
     arms = ",".join(ARMS)

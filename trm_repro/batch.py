@@ -114,9 +114,7 @@ class RolloutBatch:
     rollout_experts: Tensor | None = None
 
     @classmethod
-    def from_rollouts(
-        cls, rollouts: Sequence[Rollout], heads: Mapping[int, Tensor] | None = None
-    ) -> "RolloutBatch":
+    def from_rollouts(cls, rollouts: Sequence[Rollout], heads: Mapping[int, Tensor] | None = None) -> "RolloutBatch":
         """Pad rollouts to one batch.
 
         Args:

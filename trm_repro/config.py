@@ -19,6 +19,7 @@ from omegaconf.errors import ConfigKeyError, OmegaConfBaseException
 from trm_repro.config_sections import (
     ClaimThresholds,
     EvaluationConfig,
+    HealthConfig,
     LossConfig,
     MaskConfig,
     OutputConfig,
@@ -80,6 +81,7 @@ class RunConfig:
     evaluation: EvaluationConfig = field(default_factory=EvaluationConfig)
     claims: ClaimThresholds = field(default_factory=ClaimThresholds)
     reproduce: ReproduceConfig = field(default_factory=ReproduceConfig)
+    health: HealthConfig = field(default_factory=HealthConfig)
     output: OutputConfig = field(default_factory=OutputConfig)
     tracking: TrackingConfig = field(default_factory=TrackingConfig)
 

@@ -108,9 +108,18 @@ class RolloutDataModule(L.LightningDataModule):
         engine = self.sampler.engine
         engine.probe.policy = engine.probe.policy or self._policy
         with self.clock.measure("sync"):
-            engine.sync(self.snapshots[versions.index(expected)][1], run=self.run_name, version=expected)
+            weights = self.snapshots[versions.index(expected)][1]
+            engine.sync(weights, run=self.run_name, version=expected)
+            self._keep_head(expected, weights)
         self.readings[step] = engine.reading
         return expected
+
+    def _keep_head(self, version: int, weights: Mapping[str, Tensor]) -> None:
+        """Keep the engine's output head where rollouts are stored as hidden states."""
+        if self.config.rollout.distribution == "hidden" and version not in self.heads:
+            # The version before may still be in use: the next step's weights can go in ahead of time.
+            self.heads = {kept: head for kept, head in self.heads.items() if kept >= version - 1}
+            self.heads[version] = engine_head(weights, self.config.rollout.precision)
 
     def _sample(self, step: int, version: int) -> list[Rollout]:
         assert self.sampler is not None
@@ -128,7 +137,8 @@ class RolloutDataModule(L.LightningDataModule):
             return minibatches(rollouts, self.config, step, self.heads)
         items: list[Any] = []
         if ranks.is_first():
-            bare = [replace(rollout, **dict.fromkeys(TOKEN_TENSORS, None)) for rollout in rollouts]
+            nothing: dict[str, Any] = dict.fromkeys(TOKEN_TENSORS)
+            bare = [replace(rollout, **nothing) for rollout in rollouts]
             batches = minibatches(bare, self.config, step)
             disjoint = batches[: self.config.update.num_updates_per_rollout]
             for ids in divide(disjoint, ranks.num_ranks()):

@@ -128,7 +128,7 @@ SPECS: tuple[GateSpec, ...] = (
         function="sequence_gates:opsm",
         thresholds={"threshold": 0.5},
         needs=WITH_ADVANTAGES,
-        note="the report does not give its threshold; 0.5 is TRL's suggestion, slime's tests use 1e-4",
+        note="the report does not give its threshold; 0.5 is TRL's suggestion, other implementations take 1e-4 or 0.1",
     ),
     GateSpec(
         name="gspo",
@@ -199,7 +199,8 @@ SPECS: tuple[GateSpec, ...] = (
         function="token_gates:dppo_top_k_tv",
         thresholds={"threshold": 0.2},
         needs=frozenset({"log_ratio", "advantages", "total_variation"}),
-        note="takes the divergence it is given: exact, or over the K likeliest tokens with the rest in one bucket",
+        note="takes the divergence it is given: exact, or over the K likeliest tokens with the rest in one bucket; the "
+        "CPPO paper runs it with K = 20 at 0.15 for dense and 0.2 for mixture-of-experts policies",
     ),
     GateSpec(
         name="dppo_top_k_kl",
@@ -210,7 +211,7 @@ SPECS: tuple[GateSpec, ...] = (
         function="token_gates:dppo_top_k_kl",
         thresholds={"threshold": 0.2},
         needs=frozenset({"log_ratio", "advantages", "kl"}),
-        note="as dppo_top_k_tv; the threshold is a placeholder of ours, the paper's was not confirmed",
+        note="as dppo_top_k_tv; the threshold is ours, the paper's was not found",
     ),
     GateSpec(
         name="cppo",
@@ -234,13 +235,14 @@ SPECS: tuple[GateSpec, ...] = (
     GateSpec(
         name="m2po",
         level="token",
-        direction="rejects the tokens of largest (log rho_t)^2 in the batch, as few as make the mean of the rest <= "
-        "threshold; policy over rollout",
-        source="M2PO (arXiv 2510.01161); as in AReaL's documentation of it",
+        direction="of the batch's tokens that the update pushes further away (A > 0 with rho > 1, A < 0 with rho < 1), "
+        "rejects those of largest (log rho_t)^2, as few as make the mean of the rest <= threshold; policy over rollout",
+        source="M2PO (arXiv 2510.01161v2), Algorithm 1",
         function="batch_gates:m2po",
         thresholds={"threshold": 0.04},
+        needs=WITH_ADVANTAGES,
         is_batch_wide=True,
-        note="every token competes; whether the paper spares those that PPO would not clip was not confirmed",
+        note="AReaL's version lets every token compete, those moving back too",
     ),
     GateSpec(
         name="cispo",
@@ -257,14 +259,14 @@ SPECS: tuple[GateSpec, ...] = (
     GateSpec(
         name="minpro",
         level="token",
-        direction="weighs min over s < t of rho_s, 1 at the first token, so that the gradient carries it times rho_t; "
-        "policy over rollout",
-        source="MinPRO (arXiv 2601.22718)",
+        direction="weighs clip(m_t rho_t, 1 - low, 1 + high) / rho_t, m_t the smallest ratio before t and 1 at the first "
+        "token, so that the gradient carries the clipped product; policy over rollout",
+        source="MinPRO (arXiv 2601.22718), objective",
         function="token_gates:minpro",
-        thresholds={"cap": math.inf},
+        thresholds={"low": 1.0, "high": 0.28},
         is_weight=True,
-        note="confirmed: the smallest ratio before t takes the place of the product of them; not confirmed: its clip. "
-        "cap limits the carried ratio, infinity leaves it alone",
+        note="read in a survey that quotes the objective, not in the paper; its clip range was not found, low and high "
+        "are those of cispo",
     ),
     GateSpec(
         name="random",
@@ -336,3 +338,22 @@ def fill_thresholds(spec: GateSpec, given: Mapping[str, float]) -> dict[str, flo
 def _nearest(name: str, known: list[str]) -> str:
     close = difflib.get_close_matches(name, known, n=1)
     return f"; did you mean {close[0]!r}?" if close else ""
+
+
+def gate_table() -> str:
+    """Lay the registry out as the Markdown of docs/masks.md: a table, then a line for each note."""
+    heads = ["gate", "decides", "what it keeps or weighs", "thresholds", "needs besides log-ratios", "source"]
+    lines = ["| " + " | ".join(heads) + " |", "|" + "---|" * len(heads)]
+    for spec in SPECS:
+        unit = f"{spec.level}s" + (", by weights" if spec.is_weight else "") + (", batch-wide" * spec.is_batch_wide)
+        cells = [
+            f"`{spec.name}`",
+            unit,
+            spec.direction,
+            ", ".join(f"{name} {value:g}" for name, value in spec.thresholds.items()),
+            ", ".join(sorted(spec.needs - {"log_ratio"})),
+            spec.source,
+        ]
+        lines.append("| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |")
+    notes = [f"- `{spec.name}`: {spec.note}." for spec in SPECS if spec.note]
+    return "\n".join([*lines, "", *notes])

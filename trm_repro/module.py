@@ -256,9 +256,7 @@ class TRMModule(L.LightningModule):
         """
         if not has_gradient:
             return 0.0, True
-        norm = whole(
-            torch.nn.utils.clip_grad_norm_(self.policy.parameters(), self.config.update.max_gradient_norm)
-        )
+        norm = whole(torch.nn.utils.clip_grad_norm_(self.policy.parameters(), self.config.update.max_gradient_norm))
         if not math.isfinite(norm.item()):
             return norm.item(), True
         self.optimizers().step()

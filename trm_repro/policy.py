@@ -24,7 +24,7 @@ from trm_repro.certified import TopLogprobs
 from trm_repro.config_sections import PolicyConfig
 from trm_repro.errors import InputError
 from trm_repro.packing import pack
-from trm_repro.vocab import HiddenRollout, token_logprobs, token_statistics
+from trm_repro.vocab import HiddenRollout, TokenObjective, token_logprobs, token_objective, token_statistics
 
 PAD, BOS, EOS = "<pad>", "<bos>", "<eos>"
 VOCABULARY_FILES = ("tokenizer.json", "vocab.*", "*.model", "*.tiktoken", "tekken.json", "tokenizer.*.json")
@@ -45,6 +45,7 @@ class PolicyOutput(NamedTuple):
         rebuilt_logprobs: ``[N]`` float32, nats; log pi_roll of the sampled tokens, rebuilt from hidden states.
         rebuilt_tolerance: ``[N]`` float32, nats; how far rounding can put those from the engine's own.
         experts: ``[N, L, K]`` int64; experts each token's prediction was routed to.
+        objective: float32 scalar with gradient; sum of a per-token objective of the log-probs.
     """
 
     logprobs: Tensor
@@ -56,6 +57,7 @@ class PolicyOutput(NamedTuple):
     rebuilt_logprobs: Tensor | None = None
     rebuilt_tolerance: Tensor | None = None
     experts: Tensor | None = None
+    objective: Tensor | None = None
 
 
 class Policy(nn.Module):
@@ -71,7 +73,14 @@ class Policy(nn.Module):
         self.model = model
         self.model.config.use_cache = False
 
-    def forward(self, batch: RolloutBatch, *, temperature: float = 1.0, measure: bool = False) -> PolicyOutput:
+    def forward(
+        self,
+        batch: RolloutBatch,
+        *,
+        temperature: float = 1.0,
+        measure: bool = False,
+        objective: TokenObjective | None = None,
+    ) -> PolicyOutput:
         """Score the response tokens.
 
         Args:
@@ -79,9 +88,10 @@ class Policy(nn.Module):
             temperature: logits are divided by it.
             measure: also compute entropy, exact divergences (where the batch carries the rollout distribution)
                 and, in a mixture of experts, the routing; without gradient.
+            objective: also sum this function of the N log-probs, whose gradients are then formed in the forward pass.
 
         Returns:
-            Per-token results; ``logprobs`` carries gradient unless ``measure``.
+            Per-token results; ``logprobs`` carries gradient unless ``measure`` or ``objective`` is given.
         """
         has_router = hasattr(self.model.config, "num_experts")
         routing = {"output_router_logits": True} if measure and has_router else {}
@@ -90,6 +100,9 @@ class Policy(nn.Module):
         hidden = output.last_hidden_state.flatten(0, 1)[predicting]  # [N, H]
         token_ids = batch.response_ids[batch.response_mask]  # [N]
         head_weight = self.model.lm_head.weight  # [V, H]
+        if objective is not None:
+            total, logprobs = token_objective(hidden, head_weight, token_ids, objective, temperature=temperature)
+            return PolicyOutput(logprobs, objective=total)
         if not measure:
             return PolicyOutput(token_logprobs(hidden, head_weight, token_ids, temperature=temperature))
         statistics = token_statistics(

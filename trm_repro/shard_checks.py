@@ -28,12 +28,7 @@ def check_fits(
         InputError: if they were sampled from a policy of another shape; names the file and the row.
     """
     vocab_size = int(model_config.vocab_size)
-    for version, head in (heads or {}).items():
-        if head.shape[0] != vocab_size:
-            raise InputError(
-                f"{path}: the head of weight version {version} beside it is over {head.shape[0]} tokens, the policy's "
-                f"vocabulary has {vocab_size}; give the policy or checkpoint the shard was sampled from"
-            )
+    _check_heads(path, heads or {}, vocab_size)
     longest = getattr(model_config, "max_position_embeddings", None)
     for number, rollout in enumerate(rollouts):
         reason = None
@@ -56,6 +51,15 @@ def check_fits(
             raise InputError(
                 f"{path}: row {number} does not fit the policy ({reason}); give the policy or checkpoint the shard was "
                 "sampled from"
+            )
+
+
+def _check_heads(path: Path, heads: Mapping[int, Tensor], vocab_size: int) -> None:
+    for version, head in heads.items():
+        if head.shape[0] != vocab_size:
+            raise InputError(
+                f"{path}: the head of weight version {version} beside it is over {head.shape[0]} tokens, the policy's "
+                f"vocabulary has {vocab_size}; give the policy or checkpoint the shard was sampled from"
             )
 
 

@@ -1,7 +1,8 @@
 """The policy over several processes: FSDP2 shards, their snapshots, and full weights gathered one at a time.
 
 Each decoder layer is a unit of its own, and so is what is left of the policy: embedding, last norm and output head.
-Masters are float32; what a forward or backward pass gathers is `trainer.compute_dtype`; gradients are summed in float32.
+Masters are float32; what a forward or backward pass gathers is `trainer.compute_dtype`; gradients are summed in
+float32.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -11,10 +12,17 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.distributed import checkpoint
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
+from torch.distributed.checkpoint.state_dict_loader import load
+from torch.distributed.checkpoint.state_dict_saver import save
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy, fully_shard, register_fsdp_forward_method
+from torch.distributed.fsdp import (
+    CPUOffloadPolicy,
+    MixedPrecisionPolicy,
+    OffloadPolicy,
+    fully_shard,
+    register_fsdp_forward_method,
+)
 from torch.distributed.tensor import DTensor
 
 from trm_repro.config_sections import TrainerConfig
@@ -137,7 +145,7 @@ def save_snapshots(folder: Path, snapshots: Sequence[tuple[int, ShardedWeights]]
         folder: to write to.
         snapshots: (weight version, weights).
     """
-    checkpoint.save(_state(snapshots), checkpoint_id=folder)
+    save(_state(snapshots), checkpoint_id=folder)
 
 
 def load_snapshots(folder: Path, versions: Sequence[int], policy: Policy) -> list[tuple[int, ShardedWeights]]:
@@ -153,7 +161,7 @@ def load_snapshots(folder: Path, versions: Sequence[int], policy: Policy) -> lis
     """
     snapshots = [(version, ShardedWeights(policy)) for version in versions]
     state = _state(snapshots)
-    checkpoint.load(state, checkpoint_id=folder)
+    load(state, checkpoint_id=folder)
     for version, weights in snapshots:
         weights.shards = {name: local(state[f"{version}/{name}"]).cpu() for name in weights}
     return snapshots
@@ -182,4 +190,6 @@ def whole_weights(policy: Policy) -> dict[str, Tensor] | None:
     if not is_sharded(policy):
         return None
     options = StateDictOptions(full_state_dict=True, cpu_offload=True)
-    return dict(get_model_state_dict(policy.model, options=options))
+    names = {name for name, _ in (*policy.model.named_parameters(), *policy.model.named_buffers())}  # tied ones once
+    gathered = get_model_state_dict(policy.model, options=options)
+    return {name: weight for name, weight in gathered.items() if name in names and isinstance(weight, Tensor)}

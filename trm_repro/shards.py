@@ -280,9 +280,7 @@ def _to_rollout(row: dict[str, Any], shapes: dict[str, Any], hidden_dtype: torch
         prompt_ids=tuple(row["prompt_ids"]),
         response_ids=tuple(row["response_ids"]),
         logprobs=torch.tensor(row["rollout_logprobs"], dtype=torch.float32),
-        **{
-            name: _token_tensor(name, row[f"rollout_{name}"], shapes.get(name), dtypes[name]) for name in TOKEN_TENSORS
-        },
+        **{name: _token_tensor(name, row[f"rollout_{name}"], shapes.get(name), dtypes[name]) for name in TOKEN_TENSORS},
         finished=row["finished"],
         reward=row["reward"],
         advantage=row["advantage"],

@@ -90,7 +90,7 @@ def measure_shared(
     if share.sequences is None:
         return measure(policy, batch, **options)
     part = share.part(batch)
-    parts, num_fillers = share.passes(batch, tokens_per_micro_batch, packed=policy.is_packing)
+    _, num_fillers = share.passes(batch, tokens_per_micro_batch, packed=policy.is_packing)
     own = None if part is None else measure(policy, part, **options)
     with torch.no_grad():
         for _ in range(num_fillers):
@@ -102,9 +102,7 @@ def measure_shared(
     return move(merged, lambda tensor: tensor.to(batch.rewards.device))
 
 
-def merge_measurements(
-    sequence_ids: Tensor, length: int, pieces: Sequence[tuple[Tensor, Measurement]]
-) -> Measurement:
+def merge_measurements(sequence_ids: Tensor, length: int, pieces: Sequence[tuple[Tensor, Measurement]]) -> Measurement:
     """Put measurements of parts of a batch together.
 
     Args:

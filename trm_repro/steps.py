@@ -15,7 +15,7 @@ from trm_repro.config_sections import LossConfig, MaskConfig
 from trm_repro.divergence import k2_divergence, k3_divergence, log_ratio
 from trm_repro.errors import FaultError
 from trm_repro.gate_specs import GATE_SPECS
-from trm_repro.losses import OBJECTIVES, ClipRange, reduce_objective
+from trm_repro.losses import OBJECTIVES, OF_SEQUENCES, ClipRange, reduce_objective
 from trm_repro.masks import (
     TokenStatistics,
     finite_mask,
@@ -28,6 +28,7 @@ from trm_repro.masks import (
     token_weights,
 )
 from trm_repro.policy import Policy
+from trm_repro.vocab import TokenObjective
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -123,7 +124,11 @@ def measure(policy: Policy, batch: RolloutBatch, *, temperature: float, tokens_p
 
 
 def _rebuilding_error(batch: RolloutBatch, rebuilt: Tensor | None, tolerance: Tensor | None) -> Tensor | None:
-    """Compare log pi_roll rebuilt from hidden states with the engine's own, ``[B, T]``; stop where rounding is not it."""
+    """Compare log pi_roll rebuilt from hidden states with the engine's own; stop where rounding does not explain it.
+
+    Returns:
+        ``[B, T]`` float32, nats; None without hidden states.
+    """
     if rebuilt is None or tolerance is None:
         return None
     is_known = batch.response_mask & batch.rollout_logprobs.isfinite()
@@ -131,9 +136,9 @@ def _rebuilding_error(batch: RolloutBatch, rebuilt: Tensor | None, tolerance: Te
     if not bool((error <= tolerance).all()):  # also catches NaN
         worst = int((error - tolerance).nan_to_num(torch.inf).argmax())
         raise FaultError(
-            f"hidden states do not match: they rebuild a sampled token's log-prob {error.flatten()[worst]:.1e} nats from "
-            f"the engine's own, above the {tolerance.flatten()[worst]:.1e} that rounding explains; states or output head "
-            "are not those it was sampled with"
+            f"hidden states do not match: they rebuild a sampled token's log-prob {error.flatten()[worst]:.1e} nats "
+            f"from the engine's own, above the {tolerance.flatten()[worst]:.1e} that rounding explains; the states or "
+            "the output head are not those it was sampled with"
         )
     return error
 
@@ -239,6 +244,15 @@ def surrogate_loss(
     Returns:
         Scalar float32 with gradient.
     """
+    if config.name not in OF_SEQUENCES:
+        total = policy(batch, temperature=temperature, objective=_token_objective(batch, config)).objective
+        assert total is not None
+        return reduce_objective(
+            total[None],
+            torch.ones_like(total[None], dtype=torch.bool),
+            denominator=denominator,
+            length_normalizer=config.length_normalizer,
+        )
     policy_logprobs = batch.dense(policy(batch, temperature=temperature).logprobs)  # [B, T]
     ratio = log_ratio(policy_logprobs, batch.rollout_logprobs)
     objective = OBJECTIVES[config.name](ratio, batch.response_mask, batch.advantages, clip_range(config))
@@ -247,6 +261,22 @@ def surrogate_loss(
     return reduce_objective(
         objective, batch.response_mask, denominator=denominator, length_normalizer=config.length_normalizer
     )
+
+
+def _token_objective(batch: RolloutBatch, config: LossConfig) -> TokenObjective:
+    """Make the objective of a batch's tokens one by one, so that no gradient has to wait for a whole sequence."""
+    mask = batch.response_mask
+    advantages = batch.advantages[:, None].expand_as(mask)[mask]  # [N]
+    rollout_logprobs = batch.rollout_logprobs[mask]
+    weights = torch.ones_like(advantages) if batch.token_weights is None else batch.token_weights[mask]
+
+    def objective(policy_logprobs: Tensor, tokens: slice) -> Tensor:
+        ratio = log_ratio(policy_logprobs, rollout_logprobs[tokens])[:, None]  # [n, 1]: n sequences of one token
+        every = torch.ones_like(ratio, dtype=torch.bool)
+        values = OBJECTIVES[config.name](ratio, every, advantages[tokens], clip_range(config))[:, 0]
+        return values * weights[tokens]
+
+    return objective
 
 
 def clip_range(config: LossConfig) -> ClipRange:

@@ -100,7 +100,7 @@ def run(arguments: argparse.Namespace) -> int:
     sys.stdout.write(summary_text(payload))
     write_outputs(payload, json_path=arguments.json, html_path=arguments.html)
     if arguments.mlflow is not None:
-        from pipelines.tracking import log_audit
+        from pipelines.tracking.audit import log_audit
 
         log_audit(
             payload, uri=arguments.mlflow, experiment=arguments.experiment, files=[arguments.json, arguments.html]

@@ -35,6 +35,12 @@ SWEEP = np.logspace(-8, 3, 11 * 16 + 1)
 MAX_PADDED = 1 << 21
 """Cells of a padded group, at most, unless one sequence alone has more."""
 
+FULL_TOKENS, SHARE = 1 << 21, 4
+"""The registry's gates see all of the first tokens, then one chunk in so many; the paper's see everything."""
+
+BATCH_TOKENS = 1 << 16
+"""Tokens of a chunk that are one batch to a gate whose decisions depend on the batch."""
+
 PAPER_GATES = ("none", "trm_max", "trm_avg", "trm_max_avg", "ln_trm", "ser")
 
 
@@ -165,23 +171,28 @@ class Counts:
 
 
 class GateCounts:
-    """What the gates of the registry keep; imports torch when made."""
+    """What the gates of the registry keep, of a share of the chunks; imports torch when made."""
 
     def __init__(self, gates: list[tuple[str, str, dict[str, float]]]) -> None:
         """Take gates as `parse_gate` reads them."""
-        import torch  # noqa: F401
+        import torch
 
+        torch.set_num_threads(1)  # two threads of ours share the cores; torch's own would wait for each other
         self.gates = gates
         self.rows: dict[str, dict[str, float]] = {
             text: {"sequences": 0.0, "tokens": 0.0, "weight": 0.0} for text, *_ in gates
         }
-        self.num_sequences = self.num_tokens = 0
+        self.num_sequences = self.num_tokens = self.num_batch_tokens = self.num_chunks = 0
+        self.num_batch_sequences = 0
         self.skipped: dict[str, str] = {}
 
     def add(self, chunk: Chunk) -> None:
         """Add a chunk."""
         from trm_repro.masks.gates import TokenStatistics
 
+        self.num_chunks += 1
+        if self.num_tokens >= FULL_TOKENS and self.num_chunks % SHARE:
+            return
         self.num_sequences += len(chunk.lengths)
         self.num_tokens += len(chunk.rollout_logprobs)
         order = np.argsort(chunk.lengths, kind="stable")
@@ -190,8 +201,11 @@ class GateCounts:
             for text, name, given in self.gates:
                 if not GATE_SPECS[name].is_batch_wide:
                     self._apply(text, name, given, statistics)
-        if any(GATE_SPECS[name].is_batch_wide for _, name, _ in self.gates) and len(chunk.rollout_logprobs):
-            statistics = _one_row(chunk, TokenStatistics)
+        if any(GATE_SPECS[name].is_batch_wide for _, name, _ in self.gates):
+            rows = np.arange(_batch_size(chunk.lengths))
+            self.num_batch_sequences += len(rows)
+            self.num_batch_tokens += int(chunk.lengths[rows].sum())
+            statistics = _padded(chunk, rows, TokenStatistics)
             for text, name, given in self.gates:
                 if GATE_SPECS[name].is_batch_wide:
                     self._apply(text, name, given, statistics)
@@ -214,8 +228,11 @@ class GateCounts:
         row["tokens"] += int((result >= 1).sum() if spec.is_weight else result.sum())
         row["weight"] += float(result.double().sum())
 
-    def summary(self, num_rejected: int, num_rejected_tokens: int) -> dict[str, dict[str, Any]]:
-        """Give for each gate the fractions of sequences and tokens it keeps, or why it was not applied."""
+    def summary(self, num_rejected: float, num_rejected_tokens: float) -> dict[str, dict[str, Any]]:
+        """Give for each gate the fractions of sequences and tokens it keeps, or why it was not applied.
+
+        Sequences that are not finite, all of them rejected, count as often as they would in the share that was seen.
+        """
         rows: dict[str, dict[str, Any]] = {}
         for text, name, given in self.gates:
             spec = GATE_SPECS[name]
@@ -227,10 +244,13 @@ class GateCounts:
             if text in self.skipped:
                 rows[text]["not_applied"] = self.skipped[text]
                 continue
-            counts, num_tokens = self.rows[text], max(1, self.num_tokens + num_rejected_tokens)
+            counts = self.rows[text]
+            num_sequences, num_tokens = self.num_sequences + num_rejected, self.num_tokens + num_rejected_tokens
+            if spec.is_batch_wide:
+                num_sequences, num_tokens = self.num_batch_sequences, self.num_batch_tokens
+            num_tokens = max(1, num_tokens)
+            rows[text]["sequence_fraction"] = counts["sequences"] / max(1, num_sequences)
             rows[text]["token_fraction"] = counts["tokens"] / num_tokens
-            if not spec.is_batch_wide:
-                rows[text]["sequence_fraction"] = counts["sequences"] / max(1, self.num_sequences + num_rejected)
             if spec.is_weight:
                 rows[text]["weight_mean"] = counts["weight"] / num_tokens
         return rows
@@ -252,7 +272,9 @@ def _groups(lengths: NDArray[np.int64]) -> list[slice]:
         sizes = np.maximum(lengths[start:], 1) * np.arange(1, len(lengths) - start + 1)
         count = max(1, int(np.searchsorted(sizes, MAX_PADDED, side="right")))
         # Padding costs as much as tokens do: also stop where a sequence is far longer than the first one.
-        count = max(1, min(count, int(np.searchsorted(lengths[start:], max(64, 2 * lengths[start]), side="right"))))
+        count = max(
+            1, min(count, int(np.searchsorted(lengths[start:], max(64, 3 * lengths[start] // 2), side="right")))
+        )
         groups.append(slice(start, start + count))
         start += count
     return groups
@@ -281,12 +303,11 @@ def _padded(chunk: Chunk, rows: NDArray[np.int64], statistics: Any) -> Any:  # n
     )
 
 
-def _one_row(chunk: Chunk, statistics: Any) -> Any:  # noqa: ANN401
-    import torch
-
-    log_ratio = np.subtract(chunk.policy_logprobs, chunk.rollout_logprobs, dtype=np.float64).astype(np.float32)
-    tensor = torch.from_numpy(log_ratio)[None]
-    return statistics(log_ratio=tensor, response_mask=torch.ones_like(tensor, dtype=torch.bool))
+def _batch_size(lengths: NDArray[np.int64]) -> int:
+    """Count the first sequences, ``[B]``, that make at most `BATCH_TOKENS` tokens; one where that is none."""
+    num_cells = np.maximum.accumulate(np.maximum(lengths, 1)) * np.arange(1, len(lengths) + 1)
+    fits = (np.cumsum(lengths) <= BATCH_TOKENS) & (num_cells <= MAX_PADDED)
+    return max(1, int(fits.sum())) if len(lengths) else 0
 
 
 def _finite(thresholds: dict[str, float]) -> dict[str, float | None]:

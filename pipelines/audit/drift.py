@@ -45,8 +45,9 @@ class LogSum:
 class Drift:
     """Sums over tokens and sequences."""
 
-    def __init__(self) -> None:
-        """Start with nothing."""
+    def __init__(self, *, is_quick: bool = False) -> None:
+        """Start with nothing; a quick one leaves the quantiles of k3 out."""
+        self.is_quick = is_quick
         self.num_sequences = self.num_tokens = self.num_clamped = 0
         self.sums: dict[str, float] = defaultdict(float)
         self.maxima: dict[str, float] = defaultdict(float)
@@ -80,7 +81,8 @@ class Drift:
         for name, value in added.items():
             self.sums[name] += float(value)
         self.log_ratio.add(absolute)
-        self.k3.add(np.maximum(tokens.k3, 0.0))  # rounding leaves -1e-17
+        if not self.is_quick:
+            self.k3.add(np.maximum(tokens.k3, 0.0))  # rounding leaves -1e-17
         self.weights.add(sequences.log_ratio_sum)
         self.squares.add(2 * sequences.log_ratio_sum)
         if sequences.kl_max is not None and sequences.kl_sum is not None and chunk.token_kl is not None:

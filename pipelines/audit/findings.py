@@ -21,6 +21,18 @@ NUM_DEVIATIONS = 5.0
 SHIFT_TOKENS = 1 << 18
 """Tokens looked at for a shift by one position."""
 
+FULL_TOKENS, CHUNK_TOKENS = 1 << 22, 1 << 15
+"""All of the first tokens are looked at, then this many of each chunk: a signature shows in any sample."""
+
+EXPLAINED_BY = {
+    "log_base": ("top_p", "swapped", "ratio_mean"),
+    "shifted": ("top_p", "swapped", "ratio_mean"),
+    "top_p": ("swapped", "ratio_mean"),
+    "temperature": ("swapped", "ratio_mean"),
+    "swapped": ("ratio_mean",),
+}
+"""What each finding brings with it, which is then not said again."""
+
 
 @dataclass(frozen=True)
 class Finding:
@@ -55,9 +67,11 @@ class Signatures:
 
     def add(self, chunk: Chunk, tokens: Tokens) -> None:
         """Add a chunk."""
-        rollout, policy = (np.asarray(v, dtype=np.float64) for v in (chunk.rollout_logprobs, chunk.policy_logprobs))
+        end = None if self.num_tokens < FULL_TOKENS else CHUNK_TOKENS
+        rollout, policy = (np.asarray(v[:end], np.float64) for v in (chunk.rollout_logprobs, chunk.policy_logprobs))
         if not len(rollout):
             return
+        log_ratio, ratio_minus_1 = tokens.log_ratio[:end], tokens.ratio_minus_1[:end]
         self.num_tokens += len(rollout)
         sides = (rollout, policy)
         self.moments[0, 0] += len(rollout)
@@ -65,11 +79,11 @@ class Signatures:
             self.moments[0, i] += a.sum()
             for j, b in enumerate(sides, start=1):
                 self.moments[i, j] += np.dot(a, b) if j >= i else 0.0
-        self.num_above += int((tokens.log_ratio > 1e-6).sum())
+        self.num_above += int((log_ratio > 1e-6).sum())
         self.num_certain += int((rollout == 0).sum())
-        self.num_equal += int((tokens.log_ratio == 0).sum())
-        self.k1_square += float(np.dot(tokens.log_ratio, tokens.log_ratio))
-        inverse = 1.0 / (tokens.ratio_minus_1 + 1.0)
+        self.num_equal += int((log_ratio == 0).sum())
+        self.k1_square += float(np.dot(log_ratio, log_ratio))
+        inverse = 1.0 / (ratio_minus_1 + 1.0)
         self.inverse += float(inverse.sum())
         self.inverse_square += float(np.dot(inverse, inverse))
         if self.num_shift_tokens < SHIFT_TOKENS:
@@ -102,11 +116,11 @@ class Signatures:
         found = [finding for finding in checks if finding is not None]
         codes = {finding.code for finding in found}
         temperature = self._temperature(drift)
-        if temperature is not None and not codes & {"log_base", "top_p", "shifted"}:
-            found = [f for f in found if f.code not in ("ratio_mean", "swapped")] + [temperature]
-        elif codes & {"log_base", "top_p", "shifted"}:
-            found = [f for f in found if f.code not in ("ratio_mean", "swapped")]
-        return [*found, *self._reading_notes(reading, drift)]
+        if temperature is not None and not codes & {"log_base", "shifted", "top_p"}:
+            found.append(temperature)
+            codes.add(temperature.code)
+        explained = {code for cause in codes for code in EXPLAINED_BY.get(cause, ())}
+        return [*(f for f in found if f.code not in explained), *self._reading_notes(reading, drift)]
 
     def _line(self) -> tuple[float, float, float]:
         """Fit policy = slope x rollout + intercept; give slope, intercept and R^2."""

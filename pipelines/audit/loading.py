@@ -27,6 +27,7 @@ class Reading:
 
     Attributes:
         skip_bad: whether bad rows are left out; otherwise the first one ends the audit.
+        is_quick: whether token ids, which drift and the paper's gates do not need, are left unread.
         counts: of rows, tokens and what was dropped, by name.
         formats: files read by format.
         used: column names by field, over all files.
@@ -36,6 +37,7 @@ class Reading:
     """
 
     skip_bad: bool = False
+    is_quick: bool = False
     counts: Counter[str] = field(default_factory=Counter)
     formats: Counter[str] = field(default_factory=Counter)
     used: dict[str, str] = field(default_factory=dict)
@@ -89,6 +91,8 @@ def load_file(
             name, found = "trm-repro", {k: v for k, v in found.items() if not k.endswith("_distribution")}
         if "policy_log_distribution" not in found:
             found.pop("rollout_log_distribution", None)
+        if reading.is_quick:
+            found.pop("token_ids", None)
         fields["format"] = name
         fields.update(found)
         reading.formats[name] += 1
@@ -174,6 +178,7 @@ def _responses_only(
     columns = columns | {"rollout_logprobs": rollout, "policy_logprobs": policy}
     assert rollout.offsets is not None
     lengths = rollout.lengths
+    columns = _token_tails(columns, lengths)
     mask, keep = columns.pop("mask", None), None
     if mask is not None and mask.offsets is not None:
         keep = mask.flat().values.astype(bool) if mask.values.dtype.kind != "f" else mask.flat().values > 0
@@ -190,27 +195,31 @@ def _responses_only(
     if keep is None or keep.all():
         return columns
     reading.counts["padding_tokens"] += int((~keep).sum())
-    total = len(keep)
+    return _keep_tokens(columns, keep)
+
+
+def _keep_tokens(columns: dict[str, Column], keep: Flags) -> dict[str, Column]:
+    """Keep the tokens where ``[N]`` is True in every column with values for all of them."""
+    columns, total = dict(columns), len(keep)
     for name, column in columns.items():
-        if column.offsets is not None and len(column.flat().values) == total:
+        num_values = len(column.flat().values) if column.offsets is not None else 0
+        if num_values == total:
             columns[name] = column.flat().keep_values(keep)
-    if "token_ids" in columns and columns["token_ids"].offsets is not None:
-        columns = _token_tails(columns, lengths, keep)
+        elif name.endswith("_distribution") and total and num_values % total == 0:
+            columns[name] = column.flat().keep_values(np.repeat(keep, num_values // total))
     return columns
 
 
-def _token_tails(columns: dict[str, Column], lengths: Array, keep: Flags) -> dict[str, Column]:
+def _token_tails(columns: dict[str, Column], lengths: Array) -> dict[str, Column]:
     """Match ids of prompt and response to log-probs of the response alone: the last ones of each row."""
-    ids = columns["token_ids"].flat()
-    assert ids.offsets is not None
-    if len(ids.values) == int(columns["rollout_logprobs"].lengths.sum()):
+    ids = columns["token_ids"].flat() if "token_ids" in columns else None
+    if ids is None or ids.offsets is None or np.array_equal(ids.lengths, lengths):
         return columns
     extra = ids.lengths - lengths
     if (extra < 0).any():
         return {name: column for name, column in columns.items() if name != "token_ids"}
     position = np.arange(len(ids.values)) - np.repeat(ids.offsets[:-1], ids.lengths)
-    tails = ids.keep_values(position >= np.repeat(extra, ids.lengths))
-    return columns | {"token_ids": tails.keep_values(keep)}
+    return columns | {"token_ids": ids.keep_values(position >= np.repeat(extra, ids.lengths))}
 
 
 def _without_padding(rollout: Array, policy: Array, length: int, reading: Reading) -> Flags | None:

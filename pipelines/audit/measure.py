@@ -4,9 +4,10 @@ import queue
 import sys
 import threading
 from collections.abc import Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from pipelines.audit.acceptance import DEFAULT_ARMS, Arm, Counts, GateCounts, default_gates, parse_arm
 from pipelines.audit.advice import advise, bound_at, bounds_of
@@ -15,13 +16,14 @@ from pipelines.audit.findings import Signatures
 from pipelines.audit.loading import Reading, load_file
 from pipelines.audit.own_shards import FileKind, kind_of
 from pipelines.audit.slices import Slices
-from pipelines.audit.statistics import Chunk, FutureWeights, sequence_statistics, token_statistics
+from pipelines.audit.statistics import Chunk, FutureWeights, Tokens, sequence_statistics, token_statistics
 from trm_repro.errors import InputError
 from trm_repro.gate_specs import GATE_SPECS
 
 SCHEMA_VERSION = 1
 
 Payload = dict[str, Any]
+T = TypeVar("T")
 GateChoice = tuple[str, str, dict[str, float]]
 
 
@@ -69,20 +71,26 @@ def audit(request: Request) -> Payload:
     names = {arm.name: arm for arm in [*map(parse_arm, DEFAULT_ARMS), *request.arms]}
     spec = GATE_SPECS["ln_trm"].thresholds
     weights = FutureWeights(spec["ln_trm_epsilon"], spec["ln_trm_delta"])
-    reading, drift, counts = Reading(skip_bad=request.skip_bad), Drift(), Counts(list(names.values()))
+    reading = Reading(skip_bad=request.skip_bad, is_quick=request.is_quick)
+    drift, counts = Drift(is_quick=request.is_quick), Counts(list(names.values()))
     slices, signatures = Slices(), Signatures()
     gates = request.gates if request.is_quick else [*default_gates(), *request.gates]
     gate_counts = GateCounts(gates) if gates else None
-    for chunk in _prefetched(_chunks(request, reading)):
-        tokens = token_statistics(chunk)
-        sequences = sequence_statistics(chunk, tokens, weights)
-        drift.add(chunk, tokens, sequences)
-        counts.add(sequences)
-        if not request.is_quick:
-            slices.add(chunk, tokens, sequences)
-            signatures.add(chunk, tokens)
-        if gate_counts is not None:
-            gate_counts.add(chunk)
+    with ThreadPoolExecutor(1) as pool:
+        pending: Future[None] | None = None
+        for chunk, tokens in _prefetched(_with_tokens(request, reading)):
+            if gate_counts is not None:
+                if pending is not None:
+                    pending.result()
+                pending = pool.submit(gate_counts.add, chunk)
+            sequences = sequence_statistics(chunk, tokens, weights)
+            drift.add(chunk, tokens, sequences)
+            counts.add(sequences)
+            if not request.is_quick:
+                slices.add(chunk, tokens, sequences)
+                signatures.add(chunk, tokens)
+        if pending is not None:
+            pending.result()
     return _payload(request, reading, drift, counts, slices, signatures, gate_counts)
 
 
@@ -136,12 +144,19 @@ def _payload(
         },
     }
     if gate_counts is not None:
-        payload["gates"] = gate_counts.summary(num_lost, lost_tokens)
+        share = gate_counts.num_sequences / max(1, drift.num_sequences)
+        payload["gates"] = gate_counts.summary(num_lost * share, lost_tokens * share)
+        payload["gates_share_of_sequences"] = share
     if not request.is_quick:
         payload["where"] = slices.summary()
         payload["bounds"] = bounds_of(summary, slices.kl_profile, drift.num_sequences, length)
         payload["findings"] = [finding.row() for finding in signatures.findings(summary, reading)]
     return payload
+
+
+def _with_tokens(request: Request, reading: Reading) -> Iterator[tuple[Chunk, Tokens]]:
+    for chunk in _chunks(request, reading):
+        yield chunk, token_statistics(chunk)
 
 
 def _chunks(request: Request, reading: Reading) -> Iterator[Chunk]:
@@ -167,9 +182,9 @@ def _progress(total: int, is_shown: bool) -> Any:  # noqa: ANN401
     )
 
 
-def _prefetched(chunks: Iterator[Chunk]) -> Iterator[Chunk]:
+def _prefetched(chunks: Iterator[T]) -> Iterator[T]:
     """Read one chunk ahead in a thread: decoding and arithmetic both leave the interpreter lock."""
-    ahead: queue.Queue[Chunk | BaseException | None] = queue.Queue(maxsize=1)
+    ahead: queue.Queue[T | BaseException | None] = queue.Queue(maxsize=1)
     is_over = threading.Event()
 
     def read() -> None:

@@ -15,6 +15,7 @@ from pipelines.audit.statistics import Chunk, Float64, Sequences, Tokens
 PROBABILITY_EDGES = (0.01, 0.1, 0.5, 0.9, 0.99)
 NUM_DOUBLINGS = 25
 RELATIVE_BINS = 10
+JOINT_SHAPE = (NUM_DOUBLINGS, RELATIVE_BINS, len(PROBABILITY_EDGES) + 1)
 MAX_TOKEN_ID = 1 << 20
 """Ids from here on are not told apart."""
 
@@ -49,6 +50,15 @@ class Sliced:
             self.sums[row] += np.bincount(bins, weights=values, minlength=size)
         np.maximum.at(self.k2_max, bins, sequences.k2_max)
 
+    def marginal(self, shape: tuple[int, ...], axis: int) -> "Sliced":
+        """Add up bins that are a grid of this shape over all of its axes but one."""
+        result = Sliced(shape[axis])
+        others = tuple(i for i in range(len(shape)) if i != axis)
+        result.num_tokens = self.num_tokens.reshape(shape).sum(axis=others)
+        result.sums = self.sums.reshape(3, *shape).sum(axis=tuple(i + 1 for i in others))
+        result.k2_max = self.k2_max.reshape(shape).max(axis=others)
+        return result
+
     def row(self, index: int) -> dict[str, Any]:
         """Give a bin's numbers."""
         count = max(1, int(self.num_tokens[index]))
@@ -67,8 +77,9 @@ class Slices:
 
     def __init__(self) -> None:
         """Start with nothing."""
-        self.position, self.relative = Sliced(NUM_DOUBLINGS), Sliced(RELATIVE_BINS)
-        self.probability, self.length = Sliced(len(PROBABILITY_EDGES) + 1), Sliced(NUM_DOUBLINGS)
+        # Bins of position, tenth of the response and probability together: one pass over tokens instead of three.
+        self.joint = Sliced(int(np.prod(JOINT_SHAPE)))
+        self.length = Sliced(NUM_DOUBLINGS)
         self.correct, self.advantage = Sliced(2), Sliced(3)
         self.token: Sliced | None = None
         self.num_untold_tokens = 0
@@ -82,10 +93,13 @@ class Slices:
         longest = int(lengths.max(initial=0))
         if longest > len(self._doubling):
             self._doubling = doubling_bin(np.arange(2 * longest) + 1)
-        self.position.add_tokens(self._doubling[position], tokens)
-        self.relative.add_tokens(position * RELATIVE_BINS // np.repeat(lengths, lengths), tokens)
-        edges = np.log(PROBABILITY_EDGES).astype(chunk.rollout_logprobs.dtype)
-        self.probability.add_tokens(np.digitize(chunk.rollout_logprobs, edges), tokens)
+        # Half a position on, so that rounding cannot move the first token of a tenth to the one before.
+        scale = np.repeat(RELATIVE_BINS / np.maximum(lengths, 1), lengths)  # [N]
+        bins = ((position + 0.5) * scale).astype(np.int64)
+        bins += RELATIVE_BINS * self._doubling[position].astype(np.int64)
+        bins *= JOINT_SHAPE[2]
+        bins += _probability_bin(chunk.rollout_logprobs)
+        self.joint.add_tokens(bins, tokens)
         self.length.add_sequences(doubling_bin(np.maximum(lengths, 1)), sequences)
         if chunk.reward is not None:
             self.correct.add_sequences((chunk.reward > 0).astype(np.int64), sequences)
@@ -123,9 +137,12 @@ class Slices:
         """Give the rows of every slice that has tokens, bins in order; token ids by their share of all k3."""
         edges = ["0", *(f"{edge:g}" for edge in PROBABILITY_EDGES), "1"]
         named = {
-            "position": (self.position, _doublings()),
-            "position_fraction": (self.relative, [f"{i / 10:g} to {(i + 1) / 10:g}" for i in range(RELATIVE_BINS)]),
-            "probability": (self.probability, [f"{a} to {b}" for a, b in pairwise(edges)]),
+            "position": (self.joint.marginal(JOINT_SHAPE, 0), _doublings()),
+            "position_fraction": (
+                self.joint.marginal(JOINT_SHAPE, 1),
+                [f"{i / 10:g} to {(i + 1) / 10:g}" for i in range(RELATIVE_BINS)],
+            ),
+            "probability": (self.joint.marginal(JOINT_SHAPE, 2), [f"{a} to {b}" for a, b in pairwise(edges)]),
             "length": (self.length, _doublings()),
             "correct": (self.correct, ["reward <= 0", "reward > 0"]),
             "advantage": (self.advantage, ["negative", "zero", "positive"]),
@@ -143,6 +160,14 @@ class Slices:
                 if self.token.num_tokens[i]
             ]
         return {name: rows for name, rows in found.items() if rows}
+
+
+def _probability_bin(logprobs: Array) -> Array:
+    """Return how many of `PROBABILITY_EDGES` a log-prob is at or above: a few comparisons beat a search."""
+    bins = np.zeros(len(logprobs), dtype=np.int64)
+    for edge in np.log(PROBABILITY_EDGES).astype(logprobs.dtype):
+        bins += logprobs >= edge
+    return bins
 
 
 def doubling_bin(numbers: Array) -> Array:

@@ -20,7 +20,7 @@ import pyarrow.parquet as pq
 from pipelines.audit.columns import Column, from_array, from_arrow, from_rows
 from trm_repro.errors import InputError
 
-CHUNK_TOKENS = 1 << 19
+CHUNK_TOKENS = 1 << 18
 """Tokens aimed at in a chunk: a few megabytes a column."""
 
 

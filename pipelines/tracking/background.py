@@ -4,6 +4,7 @@ It knows what MLflow should hold and works towards it, again and again. Whatever
 again later; what is still missing at the end is in the spools, for `trm-repro sync`.
 """
 
+import contextlib
 import threading
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -67,6 +68,26 @@ class ExperimentReplay:
         self.sent: dict[str, int] = {}  # spool entries sent, by run
         self.arm_progress: dict[str, list[tuple[int, bool]]] = {}  # of its runs, when an arm was last sent
         self.damaged: dict[str, str] = {}  # runs that cannot be sent, and why
+
+    def expect(self, directory: RunDirectory, status: str | None = None) -> None:
+        """Note a run that MLflow should hold, and its end where it has one."""
+        known = self.targets.get(directory.name)
+        if known is None or known.status != status:
+            self.targets = self.targets | {directory.name: Target(directory, status)}
+
+    @property
+    def is_complete(self) -> bool:
+        """Whether MLflow holds every run of the experiment to its end."""
+        plan = self.config.reproduce
+        done = {name for name, target in self.targets.items() if target.is_done} - set(self.damaged)
+        return {f"{arm}/seed_{seed}" for arm in plan.arms for seed in plan.seeds} <= done
+
+    @property
+    def is_closed(self) -> bool:
+        """Whether the experiment has its end in MLflow; `work` has been called."""
+        assert self.tracker is not None
+        assert self.parent_run is not None
+        return self.tracker.is_closed(self.parent_run)
 
     def work(self) -> None:
         """Send everything that is there to be sent.
@@ -163,7 +184,6 @@ class BackgroundTracker:
         self.replay = replay
         self.say = say
         self.failure: str | None = None
-        self._lock = threading.Lock()
         self._wake = threading.Event()
         self._is_ending = False
         self._thread = threading.Thread(target=self._run, name="tracking", daemon=True)
@@ -173,10 +193,8 @@ class BackgroundTracker:
             write_atomically(Path(config.output.dir) / EXPERIMENT_FILE, to_yaml(public_config(config)))
         if config.tracking.uri is None:
             ensure_sqlite_store(Path(config.output.dir) / "mlflow.db")
-        try:
+        with contextlib.suppress(TrackingUnreachable):  # said by the thread
             connect(tracking_uri(config))
-        except TrackingUnreachable:
-            pass  # said by the thread
 
     def __enter__(self) -> "BackgroundTracker":
         """Start."""
@@ -190,10 +208,7 @@ class BackgroundTracker:
 
     def track(self, directory: RunDirectory, status: str | None = None) -> None:
         """Have MLflow hold a run, and its end where it has one."""
-        with self._lock:
-            known = self.replay.targets.get(directory.name)
-            if known is None or known.status != status:
-                self.replay.targets = self.replay.targets | {directory.name: Target(directory, status)}
+        self.replay.expect(directory, status)
 
     def finish(self) -> str | None:
         """Send what is left and stop.

@@ -78,6 +78,18 @@ def log_profiles(client: MlflowClient, run_id: str, directory: RunDirectory) -> 
             client.log_artifact(run_id, str(file), "profiles")
 
 
+def log_problem_scores(client: MlflowClient, run_id: str, directory: RunDirectory) -> None:
+    """Store the score of each held-out problem at each evaluation as one artifact, for comparisons by problem."""
+    if not directory.spool_file.is_file():
+        return
+    scores = {entry.step: entry.problem_scores for entry in read_spool(directory.spool_file) if entry.problem_scores}
+    if scores:
+        with tempfile.TemporaryDirectory() as folder:
+            file = Path(folder) / "held_out.json"
+            file.write_text(json.dumps(scores), encoding="utf-8")
+            client.log_artifact(run_id, str(file), "scores")
+
+
 def register_policy(client: MlflowClient, run_id: str, directory: RunDirectory, tags: dict[str, str]) -> None:
     """Put the run's final policy into the model registry, once: one model an arm, one version a run.
 

@@ -11,7 +11,6 @@ import uuid
 from collections.abc import Sequence
 from pathlib import Path
 
-from mlflow import MlflowClient
 from mlflow.entities import RunStatus
 from mlflow.exceptions import MlflowException
 from mlflow.tracing.client import TracingClient
@@ -22,7 +21,7 @@ from pipelines.environment import describe_environment
 from pipelines.run_directory import RunDirectory
 from pipelines.spool import SpoolEntry, read_spool
 from pipelines.tracking.arm_means import arm_means
-from pipelines.tracking.records import log_datasets, log_profiles, log_setup, register_policy
+from pipelines.tracking.records import log_datasets, log_problem_scores, log_profiles, log_setup, register_policy
 from pipelines.tracking.replay import batches, points_there, send, to_metrics, without
 from pipelines.tracking.state import STATE_FILE, RunState, read_state
 from pipelines.tracking.store import TrackingUnreachable, connect, ensure_sqlite_store, reason, tracking_uri
@@ -175,6 +174,7 @@ class Tracker:
         run_id = self._run_id(directory.path / STATE_FILE)
         if self.client.get_run(run_id).info.status != status:
             log_profiles(self.client, run_id, directory)
+            log_problem_scores(self.client, run_id, directory)
             if status == "FINISHED":
                 tags = {"arm": directory.config.arm, "seed": str(directory.config.seed)}
                 tags |= {key: self._identity(directory.config)[key] for key in ("git_commit", "config_hash")}
@@ -212,7 +212,7 @@ class Tracker:
         state = self._note(state_file, state, sending=len(entries))
         rejected: list[str] = []
         for _, metrics in batches(waiting):
-            rejected += send(self.client, state.run_id, without(metrics, known))
+            rejected += send(self.client, state.run_id, metrics)
         if rejected:
             state = self._note(state_file, state, rejected=sorted({*state.rejected, *rejected}))
         return waiting, state
@@ -251,6 +251,10 @@ class Tracker:
         """Mark a run as running again, where it has ended."""
         if self.client.get_run(run_id).info.status != RUNNING:
             self.client.update_run(run_id, status=RUNNING)
+
+    def is_closed(self, run_id: str) -> bool:
+        """Whether a run has ended."""
+        return bool(self.client.get_run(run_id).info.status != RUNNING)
 
     def _is_active(self, state: RunState) -> bool:
         """Whether a known run is still there; one that was never made counts as there."""

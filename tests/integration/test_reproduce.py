@@ -115,7 +115,11 @@ def test_mlflow_has_parent_and_nested_runs_with_every_point(smoke: Path):
     client = MlflowClient(f"sqlite:///{smoke / 'runs' / 'mlflow.db'}")
     experiment = client.get_experiment_by_name("trm-repro")
     parent = json.loads((smoke / "runs" / "mlflow.json").read_text())["run_id"]
-    children = client.search_runs([experiment.experiment_id], f"tags.`mlflow.parentRunId` = '{parent}'")
+    arms = client.search_runs([experiment.experiment_id], f"tags.`mlflow.parentRunId` = '{parent}'")
+    assert {run.info.run_name for run in arms} == set(ARMS)
+    assert {run.data.tags["kind"] for run in arms} == {"arm"}
+    children = client.search_runs([experiment.experiment_id], f"tags.experiment_run = '{parent}' AND tags.kind = 'run'")
+    assert {run.data.tags["mlflow.parentRunId"] for run in children} == {run.info.run_id for run in arms}
     assert {run.data.tags["arm"] for run in children} == set(ARMS)
     assert {run.info.status for run in children} == {"FINISHED"}
     for run in children:
@@ -146,7 +150,10 @@ def test_report_and_summary_say_what_was_run(smoke: Path):
     report = (smoke / "runs" / "report.md").read_text()
     assert "| ppo_clip | 1 | 4 |" in report
     assert "not run" in report
-    assert "figures/figure_2.png" in report
+    assert "figures/figure_2_gap.svg" in report
+    page = smoke / "runs" / "report.html"
+    assert page.read_text().count('src="data:image/svg+xml;base64,') > 10
+    assert f"report: {page.resolve().as_uri()}" in (smoke / "stdout.txt").read_text()
     assert "| ppo_clip | 1 | 4 |" in (smoke / "stdout.txt").read_text()
 
 
@@ -312,6 +319,6 @@ def test_evaluate_runs_aime_problems_through_engine_and_grader(smoke: Path, tmp_
     )
     assert done.returncode == 0, done.stderr
     scores = json.loads(done.stdout.splitlines()[-1])
-    assert (scores["num_problems"], scores["k"], scores["avg_at_k"]) == (1, 2, 0.0)
+    assert (scores["num_problems"], scores["k"], scores["avg_at_k"]["mean"]) == (1, 2, 0.0)
     answers = pd.read_parquet(tmp_path / "answers.parquet")
     assert list(answers.problem_id) == ["aime25-I-01", "aime25-I-01"]

@@ -62,7 +62,8 @@ def test_rejected_sequences_do_not_vote_by_hand():
     advantages = kept_advantages(rewards, groups, keep, 1e-9)
     half = 2**-0.5
     assert advantages.tolist() == pytest.approx([2 * half, -half, 0.0, -half, 1.0, -1.0], abs=1e-6)
-    assert torch.equal(kept_advantages(rewards, groups, torch.ones(6, dtype=torch.bool)), grpo_advantages(rewards, groups))
+    keep_all = torch.ones(6, dtype=torch.bool)
+    assert torch.equal(kept_advantages(rewards, groups, keep_all), grpo_advantages(rewards, groups))
 
 
 def test_a_group_with_fewer_than_two_kept_or_equal_kept_rewards_gets_exactly_zero():
@@ -77,5 +78,5 @@ def test_a_group_with_fewer_than_two_kept_or_equal_kept_rewards_gets_exactly_zer
 
 
 def test_the_mask_must_have_a_decision_for_each_reward():
-    with pytest.raises(ValueError, match="rewards .* and keep .* differ"):
+    with pytest.raises(ValueError, match=r"rewards .* and keep .* differ"):
         kept_advantages(torch.zeros(2), torch.zeros(2, dtype=torch.long), torch.ones(3, dtype=torch.bool))

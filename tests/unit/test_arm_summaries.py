@@ -7,14 +7,9 @@ from itertools import product
 import numpy as np
 import pytest
 
-from evaluation.arm_summaries import (
-    QUANTITIES,
-    arms_table,
-    compare_arms,
-    comparisons_table,
-    summarise_arms,
-)
+from evaluation.arm_summaries import QUANTITIES, compare_arms, pairs_of, summarise_arms
 from evaluation.claims import ClaimThresholds
+from evaluation.report_tables import arms_table, pairs_table
 from tests.unit.test_outcomes import outcome
 
 THRESHOLDS = ClaimThresholds(num_resamples=2000)
@@ -47,19 +42,19 @@ def test_five_seeds_have_the_bootstraps_interval():
 def test_seeds_without_a_value_are_counted_beside_the_others():
     runs = [*finals("ppo_clip", [0.5, 0.6]), outcome(seed=7, final=0.1, gap=0.0)]
     assert str(summary(runs, "log10 PPL gap, last quarter")) == "-2 (range -2 to -2, n = 2, 1 without)"
-    assert str(summary(runs, "collapsed")) == "cannot say"
+    assert str(summary(runs, "lasting collapse")) == "cannot say"
     known = [outcome(seed=1, has_collapsed=True, collapse_step=5), outcome(seed=2, has_collapsed=False)]
-    assert str(summary(known, "collapsed")) == "0.5 (range 0 to 1, n = 2)"
+    assert str(summary(known, "lasting collapse")) == "0.5 (range 0 to 1, n = 2)"
 
 
 def test_the_table_has_a_line_an_arm_and_no_bare_mean():
     runs = finals("trm_avg_0.001", [0.5, 0.6]) + finals("ppo_clip", [0.5])
-    lines = arms_table(summarise_arms(runs, THRESHOLDS)).splitlines()
-    assert [line.split(" | ")[0] for line in lines[2:]] == ["| ppo_clip", "| trm_avg_0.001"]
-    for line in lines[2:]:
-        cells = line.strip("| ").split(" | ")[1:]
-        assert len(cells) == len(QUANTITIES)
-        assert all("(" in cell or cell == "cannot say" for cell in cells)
+    table = arms_table(runs, THRESHOLDS)
+    assert table.columns == ["arm", *QUANTITIES]
+    assert [row[0] for row in table.rows] == ["ppo_clip", "trm_avg_0.001"]
+    for row in table.rows:
+        assert len(row) == len(table.columns)
+        assert all("(" in cell or cell == "cannot say" for cell in row[1:])
 
 
 def compared(runs, quantity="final score", **others):
@@ -94,23 +89,49 @@ def test_few_seeds_are_compared_over_their_held_out_problems():
     assert row.mean_difference == pytest.approx(0.5)
 
 
-def test_without_problem_scores_few_seeds_have_no_interval():
-    (row,) = compared(finals("a", [0.75, 0.7]) + finals("b", [0.25, 0.2]))
-    assert row.over == "no interval"
-    assert math.isnan(row.low)
+def test_without_problem_scores_few_seeds_have_a_range_and_one_has_none():
+    (row,) = compared(finals("a", [0.75, 0.7]) + finals("b", [0.15, 0.3]))
+    assert (row.over, row.low, row.high) == ("range of the seeds", pytest.approx(0.4), pytest.approx(0.6))
     assert row.p_value == pytest.approx(0.5)  # two seeds get no smaller
-    assert "| 0.5 (no interval) | no interval | 2 | 0.500 (0.500) |" in comparisons_table([row])
+    assert str(row) == "+0.5 (+0.4 to +0.6, range)"
+    (alone,) = compared([*finals("a", [0.75]), *finals("b", [0.25])])
+    assert (str(alone), alone.p_value, math.isnan(alone.low)) == ("+0.5 (one seed)", None, True)
 
 
 def test_a_shared_seed_without_a_value_is_counted_beside_the_others():
     runs = [*finals("a", [0.5, 0.5], gap=0.1), outcome("b", seed=0, gap=0.01), outcome("b", seed=1, gap=0.0)]
     (row,) = compared(runs, "log10 PPL gap, last quarter")
     assert (row.num_seeds, row.num_missing, row.mean_difference) == (1, 1, pytest.approx(1.0))
-    assert "| 1 (1 without) |" in comparisons_table([row])
+    table = pairs_table(runs, "b", THRESHOLDS)
+    assert table is not None
+    assert [line[4] for line in table.rows if line[0] == row.quantity] == ["1 (1 without)"]
 
 
 def test_arms_that_share_no_seed_are_not_compared():
     runs = [*finals("a", [0.5]), dataclasses.replace(finals("b", [0.5])[0], seed=9)]
     (row,) = compared(runs)
     assert (row.num_seeds, row.p_value) == (0, None)
-    assert "| not measured |" in comparisons_table([row])
+    assert str(row) == "not measured"
+    assert pairs_table(runs, "b", THRESHOLDS) is None
+
+
+def test_a_report_compares_every_arm_with_one_and_with_its_own_controls():
+    arms = ["trm_avg_0.001", "random_as_trm_avg_0.001", "ppo_clip", "length_as_trm_avg_0.001"]
+    assert pairs_of(arms, "ppo_clip") == [
+        ("trm_avg_0.001", "ppo_clip"),
+        ("random_as_trm_avg_0.001", "ppo_clip"),
+        ("length_as_trm_avg_0.001", "ppo_clip"),
+        ("trm_avg_0.001", "random_as_trm_avg_0.001"),
+        ("trm_avg_0.001", "length_as_trm_avg_0.001"),
+    ]
+    assert pairs_of(arms[:1], "ppo_clip") == []
+    variants = ["trm_max_0.1", "trm_max_0.1_avg_0.002", "trm_max_0.10"]
+    assert pairs_of(variants, "ppo_clip") == [("trm_max_0.1", "trm_max_0.1_avg_0.002")]
+
+
+def test_a_table_of_pairs_shows_the_raw_p_and_holms():
+    runs = finals("trm_avg_0.001", [0.6] * 5) + finals("ppo_clip", [0.5] * 5) + finals("token_is", [0.5] * 5)
+    table = pairs_table(runs, "ppo_clip", THRESHOLDS)
+    assert table is not None
+    line = next(row for row in table.rows if row[:3] == ["final score", "trm_avg_0.001", "ppo_clip"])
+    assert line[3:] == ["+0.1 (+0.1 to +0.1, 5 seeds)", "5", "0.062 (0.125)"]

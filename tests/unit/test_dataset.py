@@ -77,7 +77,7 @@ def test_a_file_without_problems_is_refused(write):
         ({"problem": 5, "answer": "3"}, "row 2: expected text under one of"),
         (
             {"problem": "?"},
-            "row 2: expected an integer under one of answer, gold, label, solution, reward_model.ground_truth, got None",
+            "row 2: expected an integer under one of answer, gold, label, solution, reward_model.ground_truth, got N",
         ),
         ({"problem": "?", "answer": "pi"}, "row 2: expected an integer under one of answer"),
         ({"problem": "?", "answer": 3.5}, "row 2: expected an integer"),
@@ -189,12 +189,12 @@ def test_a_split_that_is_not_there_is_named_with_those_that_are(tmp_path):
 def test_without_a_connection_one_line_names_the_ways_out(monkeypatch):
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
-    source = ProblemSource(name="math-ai/aime25", split="test", revision="v1", file_key="evaluation.file")
+    source = ProblemSource(name="math-ai/aime25", split="test", revision="v1", file_mend="--data FILE")
     with pytest.raises(InputError) as raised:
         load_from_source(source)
     message = str(raised.value)
     assert message.startswith("math-ai/aime25@v1 (test): cannot be read from the hub (")
-    assert message.endswith("; unset HF_HUB_OFFLINE, or read a local .jsonl or .parquet file: set evaluation.file=FILE")
+    assert message.endswith("; unset HF_HUB_OFFLINE, or read a local .jsonl or .parquet file: --data FILE")
     assert "\n" not in message
 
 

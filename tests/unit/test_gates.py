@@ -3,12 +3,14 @@
 import math
 import subprocess
 import sys
+from dataclasses import replace
+from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
 
-from trm_repro.gate_specs import GATE_SPECS, fill_thresholds, find_spec
+from trm_repro.gate_specs import GATE_SPECS, fill_thresholds, find_spec, gate_table
 from trm_repro.masks import GATES, TokenStatistics, gate_mask, kept_sequences, token_weights
 
 
@@ -72,10 +74,13 @@ def test_cispo_carries_the_clipped_ratio():
 
 def test_minpro_carries_the_ratio_times_the_smallest_before_it():
     data = statistics([[2.0, 0.5, 3.0, 4.0], [4.0, 2.0, 1.0, 1.0]], lengths=[4, 3])
-    assert gate_mask("minpro", data)[0].tolist() == [pytest.approx(v) for v in (1.0, 2.0, 0.5, 0.5)]
-    assert gate_mask("minpro", data)[1].tolist() == [pytest.approx(v) for v in (1.0, 4.0, 2.0, 0.0)]
-    capped = gate_mask("minpro", data, cap=1.2)[0] * torch.tensor([2.0, 0.5, 3.0, 4.0])
-    assert capped.tolist() == [pytest.approx(v) for v in (1.2, 1.0, 1.2, 1.2)]  # of 2, 1, 1.5, 2
+    free = gate_mask("minpro", data, high=math.inf)
+    assert free[0].tolist() == [pytest.approx(v) for v in (1.0, 2.0, 0.5, 0.5)]
+    assert free[1].tolist() == [pytest.approx(v) for v in (1.0, 4.0, 2.0, 0.0)]
+    clipped = gate_mask("minpro", data, low=0.2, high=0.6)[0] * torch.tensor([2.0, 0.5, 3.0, 4.0])
+    assert clipped.tolist() == [pytest.approx(v) for v in (1.6, 1.0, 1.5, 1.6)]  # of 2, 1, 1.5, 2
+    low = gate_mask("minpro", statistics([[0.5, 0.5]]), low=0.6, high=0.6)[0] * torch.tensor([0.5, 0.5])
+    assert low.tolist() == [pytest.approx(v) for v in (0.5, 0.4)]  # 0.25 is below 1 - low
 
 
 def test_icepop_keeps_the_tokens_inside_the_band():
@@ -161,16 +166,19 @@ def test_cppo_weighs_a_single_token_as_the_first_and_counts_realised_lengths():
 
 def test_m2po_drops_the_fewest_tokens_that_bring_the_second_moment_down():
     ratios = [[math.exp(0.1), math.exp(-0.5), math.exp(0.2)], [math.exp(0.3), 1.0, 1.0]]
-    data = statistics(ratios, lengths=[3, 2])  # squares .01, .25, .04; .09, 0: mean .078, without .25 .035
-    assert gate_mask("m2po", data, threshold=0.078001).tolist() == [[True, True, True], [True, True, False]]
-    assert gate_mask("m2po", data, threshold=0.04).tolist() == [[True, False, True], [True, True, False]]
-    assert gate_mask("m2po", data, threshold=0.03).tolist() == [[True, False, True], [False, True, False]]
-    assert gate_mask("m2po", data, threshold=-1.0).sum() == 0
+    data = statistics(ratios, lengths=[3, 2], advantages=[1.0, 1.0])
+    # pushed further away, so competing: .01 and .04 of the first, .09 of the second: mean .0467, without .09 .025
+    assert gate_mask("m2po", data, threshold=0.0467).tolist() == [[True, True, True], [True, True, False]]
+    assert gate_mask("m2po", data, threshold=0.04).tolist() == [[True, True, True], [False, True, False]]
+    assert gate_mask("m2po", data, threshold=0.02).tolist() == [[True, True, False], [False, True, False]]
+    assert gate_mask("m2po", data, threshold=-1.0).tolist() == [[False, True, False], [False, True, False]]
+    down = replace(data, advantages=torch.tensor([-1.0, 1.0]))  # competing: .25 and .09
+    assert gate_mask("m2po", down, threshold=0.1).tolist() == [[True, False, True], [True, True, False]]
 
 
 def test_m2po_does_not_count_sequences_that_are_rejected_for_their_log_probs():
-    data = statistics([[math.exp(0.3), 0.0], [math.exp(0.1), 1.0]])  # log 0: infinite
-    assert gate_mask("m2po", data, threshold=0.0051).tolist() == [[False, False], [True, True]]
+    data = statistics([[math.exp(0.05), 0.0], [math.exp(0.2), 1.0]], advantages=[1.0, 1.0])  # log 0: infinite
+    assert gate_mask("m2po", data, threshold=0.03).tolist() == [[False, False], [False, True]]  # .0025 does not help
 
 
 def test_the_controls_copy_the_rate_of_the_reference_and_one_of_them_its_lengths():
@@ -280,7 +288,7 @@ def test_masks_and_divergences_import_torch_alone():
     code = (
         "import torch; from trm_repro.divergence import k3_divergence; from trm_repro.masks import *\n"
         "data = TokenStatistics(log_ratio=torch.zeros(1, 2), response_mask=torch.ones(1, 2, dtype=torch.bool))\n"
-        "assert gate_mask('ser', data).tolist() == [True] and gate_mask('m2po', data).all()\n"
+        "assert gate_mask('ser', data).tolist() == [True] and gate_mask('icepop', data).all()\n"
     )
     done = run_blocked(code, BLOCKED)
     assert done.returncode == 0, done.stderr
@@ -291,3 +299,9 @@ def test_bounds_import_numpy_alone_and_the_registrys_names_nothing():
     assert done.returncode == 0, done.stderr
     done = run_blocked("import trm_repro.gate_specs, trm_repro.config_sections", ["torch", *BLOCKED])
     assert done.returncode == 0, done.stderr
+
+
+def test_the_documented_table_is_the_registry():
+    text = (Path(__file__).resolve().parents[2] / "docs" / "masks.md").read_text(encoding="utf-8")
+    table = text.partition("<!-- gates -->\n")[2].partition("<!-- end of gates -->")[0]
+    assert table.strip() == gate_table().strip()

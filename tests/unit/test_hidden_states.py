@@ -18,8 +18,8 @@ from trm_repro.rollout import SamplingRequest, SamplingSettings, start_engine
 from trm_repro.rollout.precision import engine_head
 from trm_repro.sharding import policy_weights
 from trm_repro.shards import read_rollouts, write_rollouts
-from trm_repro.steps import measure
 from trm_repro.step_metrics import UpdateRecord, step_metrics
+from trm_repro.steps import measure
 
 HIDDEN = 4
 
@@ -108,7 +108,7 @@ def test_a_batch_of_hidden_states_keeps_its_rows_together_and_its_heads_through_
     assert torch.equal(torch.cat([part.rollout_hidden for part in parts]), batch.rollout_hidden)
     assert all(part.rollout_heads[1] is heads[1] for part in parts)
     assert torch.equal(batch.to("cpu").rollout_heads[0], heads[0])
-    with pytest.raises(ValueError, match="missing {1}"):
+    with pytest.raises(ValueError, match=r"missing \{1\}"):
         RolloutBatch.from_rollouts(rollouts, {0: heads[0]})
 
 

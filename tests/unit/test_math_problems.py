@@ -7,14 +7,8 @@ import pytest
 
 from trm_repro.config import load_config
 from trm_repro.errors import InputError
-from trm_repro.policy import load_tokenizer
 from trm_repro.rollout.math_problems import prompt_token_ids, read_math_problems
 from trm_repro.rollout.sampler import RolloutSampler, encode_prompt
-
-
-@pytest.fixture(scope="module")
-def tokenizer(test_data):
-    return load_tokenizer(test_data / "qwen3-tokenizer")
 
 
 @pytest.fixture
@@ -41,18 +35,18 @@ def with_prompts(config, **changes):
     return replace(config, rollout=replace(config.rollout, **changes))
 
 
-def test_prompts_are_drawn_without_repeats_until_all_have_come(config, tokenizer):
-    sampler = RolloutSampler(config, engine=None, tokenizer=tokenizer)
+def test_prompts_are_drawn_without_repeats_until_all_have_come(config, qwen3_tokenizer):
+    sampler = RolloutSampler(config, engine=None, tokenizer=qwen3_tokenizer)
     ids = [problem.id for step in range(5) for problem in sampler.problems(step)]
     assert len(set(ids)) == len(ids) == 40  # all that are left of the 42 without the two with conflicting labels
-    again = RolloutSampler(config, engine=None, tokenizer=tokenizer)
+    again = RolloutSampler(config, engine=None, tokenizer=qwen3_tokenizer)
     assert [problem.id for problem in again.problems(3)] == ids[24:32]
-    other = RolloutSampler(replace(config, seed=7), engine=None, tokenizer=tokenizer)
+    other = RolloutSampler(replace(config, seed=7), engine=None, tokenizer=qwen3_tokenizer)
     assert [problem.id for problem in other.problems(3)] != ids[24:32]
 
 
-def test_prompts_are_rendered_by_the_template_and_held_out_problems_by_theirs(config, tokenizer):
-    sampler = RolloutSampler(config, engine=None, tokenizer=tokenizer)
+def test_prompts_are_rendered_by_the_template_and_held_out_problems_by_theirs(config, qwen3_tokenizer):
+    sampler = RolloutSampler(config, engine=None, tokenizer=qwen3_tokenizer)
     assert all(p.prompt.startswith("<|im_start|>user\nSolve the following") for p in sampler.problems(0))
     assert len(sampler.held_out) == 30
     assert all(problem.prompt.endswith("within \\boxed{}.") for problem in sampler.held_out)
@@ -61,49 +55,49 @@ def test_prompts_are_rendered_by_the_template_and_held_out_problems_by_theirs(co
     assert record["training"].endswith("4,600 rows, 42 different questions, 2 dropped for conflicting answers, 40 kept")
 
 
-def test_prompts_over_the_limit_are_dropped_and_counted(config, tokenizer):
-    read = read_math_problems(with_prompts(config, max_prompt_tokens=150), tokenizer)
-    lengths = [len(tokenizer(problem.prompt).input_ids) for problem in read.task.problems]
+def test_prompts_over_the_limit_are_dropped_and_counted(config, qwen3_tokenizer):
+    read = read_math_problems(with_prompts(config, max_prompt_tokens=150), qwen3_tokenizer)
+    lengths = [len(qwen3_tokenizer(problem.prompt).input_ids) for problem in read.task.problems]
     assert max(lengths) <= 150
-    everything = read_math_problems(config, tokenizer).task.problems
-    num_long = sum(len(tokenizer(problem.prompt).input_ids) > 150 for problem in everything)
+    everything = read_math_problems(config, qwen3_tokenizer).task.problems
+    num_long = sum(len(qwen3_tokenizer(problem.prompt).input_ids) > 150 for problem in everything)
     assert read.report.num_over_length == num_long > 0
     assert read.report.num_kept == len(read.task.problems) == 40 - num_long
 
 
-def test_a_limit_that_no_prompt_meets_is_refused_with_the_counts(config, tokenizer):
+def test_a_limit_that_no_prompt_meets_is_refused_with_the_counts(config, qwen3_tokenizer):
     with pytest.raises(
         InputError, match=r"40 dropped for prompts over the limit, 0 kept.*rollout\.max_prompt_tokens=20"
     ):
-        read_math_problems(with_prompts(config, max_prompt_tokens=20), tokenizer)
+        read_math_problems(with_prompts(config, max_prompt_tokens=20), qwen3_tokenizer)
 
 
-def test_a_question_that_is_evaluated_on_is_not_trained_on(config, tokenizer, tmp_path, test_data):
+def test_a_question_that_is_evaluated_on_is_not_trained_on(config, qwen3_tokenizer, tmp_path, test_data):
     held_out = json.loads((test_data / "aime25.jsonl").read_text().splitlines()[0])
     rows = [{"problem": f" {held_out['problem']}\n", "answer": 70}, {"problem": "1+1?", "answer": 2}]
     file = tmp_path / "train.jsonl"
     file.write_text("".join(f"{json.dumps(row)}\n" for row in rows))
-    read = read_math_problems(replace(config, task=replace(config.task, file=str(file))), tokenizer)
+    read = read_math_problems(replace(config, task=replace(config.task, file=str(file))), qwen3_tokenizer)
     assert [problem.answer for problem in read.task.problems] == ["2"]
     assert read.report.num_held_out == 1
 
 
-def test_the_two_tasks_grade_by_their_own_rules(config, tokenizer):
+def test_the_two_tasks_grade_by_their_own_rules(config, qwen3_tokenizer):
     config = replace(config, task=replace(config.task, grading="verl"))
-    sampler = RolloutSampler(config, engine=None, tokenizer=tokenizer)
+    sampler = RolloutSampler(config, engine=None, tokenizer=qwen3_tokenizer)
     assert (sampler.task.grading, sampler.held_out_task.grading) == ("verl", "strict")
 
 
-def test_training_on_chain_arithmetic_does_not_evaluate_on_a_data_set(tokenizer):
+def test_training_on_chain_arithmetic_does_not_evaluate_on_a_data_set(qwen3_tokenizer):
     with pytest.raises(InputError, match=r"evaluation\.task=aime25 does not go with .*task\.name=math"):
-        RolloutSampler(load_config([], ["evaluation.task=aime25"]), engine=None, tokenizer=tokenizer)
+        RolloutSampler(load_config([], ["evaluation.task=aime25"]), engine=None, tokenizer=qwen3_tokenizer)
 
 
-def test_a_beginning_that_a_template_wrote_is_not_written_twice(tokenizer, monkeypatch):
+def test_a_beginning_that_a_template_wrote_is_not_written_twice(qwen3_tokenizer, monkeypatch):
     from tests.unit.builders import TOKENIZER
 
     assert prompt_token_ids("<bos>4+8=", TOKENIZER) == prompt_token_ids("4+8=", TOKENIZER) == (1, 8, 14, 12, 15)
-    assert encode_prompt("<|im_start|>user", tokenizer, 2) == (151644, 872)
+    assert encode_prompt("<|im_start|>user", qwen3_tokenizer, 2) == (151644, 872)
 
 
 @pytest.mark.parametrize(

@@ -1,12 +1,20 @@
-from pathlib import Path
+import dataclasses
+import re
 
 import pandas as pd
 import pytest
 
-from evaluation.claims import ClaimThresholds, claims_table, evaluate_claims
-from evaluation.figures import FIGURES
+from evaluation.claim_rows import ClaimRow, Effect
+from evaluation.claims import ClaimThresholds, evaluate_claims
+from evaluation.document import Picture, to_markdown
+from evaluation.experiment import ExperimentRecord, RunRecord
+from evaluation.html import to_html
 from evaluation.outcomes import ACCEPTANCE, GAP, SCORE, RunOutcome
-from evaluation.report import render_report, summary_table
+from evaluation.report import ReportData, build_report, summary_table
+from evaluation.report_tables import claims_block, figure_claims, metrics_table, over_seeds, times_table
+
+SVG = b"<svg xmlns='http://www.w3.org/2000/svg' width='8' height='4'/>"
+THRESHOLDS = ClaimThresholds(num_random_pairs=1, num_resamples=200)
 
 
 def outcome(arm, *, seed=1, final=0.6, gap=0.012):
@@ -45,17 +53,17 @@ POINTS = pd.DataFrame(
         point("time/rollout_seconds", 2.0, step=2),
         point("time/update_seconds", 0.5),
         point("time/step_seconds", 3.0),
+        point("time/step_seconds", 5.0, step=2),
         point("throughput/step_tokens_per_second", 100.0),
         point("throughput/step_tokens_per_second", 900.0, step=2),
         point("throughput/step_tokens_per_second", 200.0, step=3),
         point("mask/kept_long_fraction", 0.2, arm="trm_avg_0.001"),
         point("mask/kept_long_fraction", 0.6, arm="trm_avg_0.001", step=2),
+        point("mask/kept_long_fraction", 0.6, arm="trm_avg_0.001", seed=2),
     ]
 )
-
-
 NO_RUNS = pd.DataFrame(columns=["arm", "seed", "run_id", "metric", "step", "value"])
-CLAIMS = evaluate_claims(NO_RUNS, ClaimThresholds(num_random_pairs=1))
+CLAIMS = evaluate_claims(NO_RUNS, THRESHOLDS)
 
 
 def points_of(outcomes):
@@ -71,15 +79,47 @@ def points_of(outcomes):
     return pd.DataFrame(rows)
 
 
-def render(outcomes=(), *, points=POINTS, figures=(), claims=CLAIMS):
-    return render_report(
-        pd.concat([points, points_of(outcomes)]) if outcomes else points,
-        claims,
-        figures,
-        name="miniature",
-        settings={"update.learning_rate": 0.5},
-        environment={"torch": "2.13.0"},
-    )
+def record(arm="", seed=-1, **changes):
+    settings = {"num_steps": "60", "update.learning_rate": "0.5"}
+    values = {
+        "run_id": f"id-{arm}-{seed}",
+        "name": f"{arm}/seed_{seed}",
+        "arm": arm,
+        "seed": seed,
+        "num_steps": 60,
+        "git_commit": "a1b2c3d4e5f6a7b8",
+        "config_hash": "0123456789ab",
+        "settings": settings,
+        "environment": {"torch": "2.13.0"},
+    }
+    return RunRecord(**values | changes)
+
+
+def experiment(runs, **changes):
+    values = {
+        "parent": record(name="miniature"),
+        "runs": runs,
+        "planned": [(run.arm, run.seed) for run in runs],
+        "arm_settings": frozenset(),
+        "command": "trm-repro reproduce update.learning_rate=0.5",
+        "source": "sqlite:///mlflow.db",
+    }
+    return ExperimentRecord(**values | changes)
+
+
+def report_data(outcomes=(), *, points=POINTS, **changes):
+    runs = [record(run.arm, run.seed) for run in outcomes] or [record("ppo_clip", 1)]
+    values = {
+        "experiment": experiment(runs),
+        "points": pd.concat([points, points_of(outcomes)]) if outcomes else points,
+        "claims": CLAIMS,
+        "thresholds": THRESHOLDS,
+    }
+    return ReportData(**values | changes)
+
+
+def render(outcomes=(), **changes):
+    return to_markdown(build_report(report_data(outcomes, **changes)))
 
 
 def line_with(text, words):
@@ -97,21 +137,59 @@ def test_the_summary_has_one_line_a_run_in_the_order_of_the_figures():
     ]
 
 
-def test_tables_have_as_many_cells_in_every_line():
-    text = render([outcome("ppo_clip"), outcome("trm_avg_0.001")])
-    table = []
-    for line in [*text.splitlines(), ""]:
-        if line.startswith("|"):
-            table.append(line.count("|"))
-        elif table:
-            assert len(set(table)) == 1, table
-            table = []
+def test_every_run_has_a_line_that_names_its_mlflow_run():
+    text = render([outcome("ppo_clip", final=0.1), outcome("trm_avg_0.001", seed=2)])
+    assert line_with(text, "`trm_avg_0.001-2`").startswith("| trm_avg_0.001 | 2 | 60 | 0.40 | 0.60 |")
+    assert line_with(text, "`ppo_clip-1`").startswith("| ppo_clip | 1 | 60 | 0.40 | 0.10 |")
 
 
-def test_the_report_has_the_claims_with_the_rule_that_decides_them():
+def test_few_seeds_stand_with_their_range_and_one_without():
+    assert over_seeds([0.2, 0.6], THRESHOLDS) == "0.4 (range 0.2 to 0.6)"
+    assert over_seeds([0.5], THRESHOLDS) == "0.5 (no range)"
+    assert over_seeds([], THRESHOLDS) == ""
+
+
+def test_five_seeds_have_a_bootstrap_interval():
+    # One seed of five has 1: a resample's mean is Binomial(5, 0.2) / 5, whose 2.5% and 97.5% points are 0 and 3/5.
+    assert over_seeds([0.0, 0.0, 1.0, 0.0, 0.0], ClaimThresholds(num_resamples=5000)) == "0.2 (0 to 0.6)"
+
+
+def test_a_seed_without_a_value_is_counted_and_not_averaged():
+    assert over_seeds([0.2, float("nan"), 0.6], THRESHOLDS) == "0.4 (range 0.2 to 0.6); 1 seeds without a value"
+
+
+def test_a_claim_has_each_part_of_its_test_beside_its_effect():
+    row = ClaimRow(
+        source="Figure 2",
+        text="it rises",
+        test="score > 0.05; gap < 1",
+        data="runs of a",
+        num_seeds=5,
+        effects=(
+            Effect(estimate=0.2, low=0.1, high=0.3, kind="interval"),
+            Effect(estimate=0.5, low=0.4, high=0.6, kind="range"),
+        ),
+        p_value=0.03125,
+        adjusted_p_value=0.25,
+        verdict="reproduced",
+        note="mind",
+    )
+    cells = claims_block([row]).rows[0]
+    assert cells[2].tone == "good"
+    assert cells[4] == "score > 0.05: 0.2 (0.1 to 0.3);\ngap < 1: 0.5 (range 0.4 to 0.6)"
+    assert cells[5:] == ["0.031 (0.250)", "runs of a\nmind"]
+    assert [cells[0] for cells in figure_claims([row], "Figure 2").rows] == ["it rises"]
+    assert not figure_claims([row], "Figure 1").rows
+    assert not figure_claims([dataclasses.replace(row, verdict="not run")], "Figure 2").rows
+
+
+def test_claims_that_were_not_run_are_listed_apart_and_every_claim_is_listed():
     text = render()
-    assert f"## Claims\n\n{claims_table(CLAIMS)}\n\nEffects are means" in text
+    before, after = text.split("claims that were not run**")
+    for row in CLAIMS:
+        assert (row.text[:30] in after) == (row.verdict == "not run"), row.text
     assert "always inconclusive below 5 seeds" in text
+    assert f"{len(CLAIMS)} claims: " in before
 
 
 @pytest.mark.parametrize(("num_seeds", "is_few"), [(2, True), (4, True), (5, False)])
@@ -122,38 +200,64 @@ def test_fewer_than_five_seeds_are_called_an_indication(num_seeds, is_few):
 
 def test_the_engines_gap_is_that_of_the_first_step_over_runs():
     text = render()
-    assert line_with(text, "PPL gap in the first step").endswith(": 1.0e-03 to 2.0e-03 over 2 runs")
-    assert line_with(text, "largest token KL").endswith(": 7.0e-02 to 7.0e-02 over 1 runs")
+    assert line_with(text, "PPL gap, nats per token").endswith("| 1.0e-03 to 2.0e-03 | 2 |")
+    assert line_with(text, "largest token KL").endswith("| 7.0e-02 to 7.0e-02 | 1 |")
 
 
-def test_stages_are_reported_in_seconds_and_as_shares_of_a_step():
-    text = render()
-    assert "| rollout | 1.500 | 50% |" in text
-    assert "| update | 0.500 | 17% |" in text
-    assert "| whole step | 3.000 | |" in text
-    assert "trains on 200 tokens a second (median)" in text
+def test_stages_are_reported_in_seconds_and_as_shares_of_all_steps():
+    # rollout 1 and 2 s, update 0.5 s, of steps of 3 and 5 s; percentiles 10 and 90 of two values lie a tenth inside.
+    assert times_table(POINTS).rows == [
+        ["rollout", "1.500 (1.100 to 1.900)", "38%"],
+        ["update", "0.500 (0.500 to 0.500)", "6%"],
+        ["whole step", "4.000 (3.200 to 4.800)", ""],
+    ]
+    assert "trains on 200 tokens a second (120 to 760," in render()
 
 
-def test_acceptance_by_length_and_correctness_is_a_mean_with_its_range():
-    text = render([outcome("trm_avg_0.001")])
-    assert "| trm_avg_0.001 |  |  |  | 0.40 (0.20 to 0.60) |" in text
+def test_acceptance_by_length_and_correctness_is_each_seeds_mean_over_its_steps_and_then_over_seeds():
+    # seed 1: (0.2 + 0.6) / 2 = 0.4; seed 2: 0.6
+    table = metrics_table(POINTS, {"mask/kept_long_fraction": "long kept"}, THRESHOLDS, "")
+    assert table.rows == [["trm_avg_0.001", "0.5 (range 0.4 to 0.6)"]]
+    assert "| trm_avg_0.001 |  |  |  | 0.5 (range 0.4 to 0.6) |" in render([outcome("trm_avg_0.001")])
 
 
-def test_figures_are_shown_with_their_titles_and_relative_paths():
-    folder = Path("/somewhere/report/figures")
-    text = render(figures=[folder / f"figure_1.{suffix}" for suffix in ("png", "pdf", "csv")])
-    assert f"![{FIGURES[0].title}](figures/figure_1.png)" in text
-    assert text.count("figure_1") == 1
-    assert "/somewhere" not in text
+def test_figures_stand_beside_what_the_paper_shows():
+    picture = Picture(image=SVG, alt="curves", path="figures/figure_2_gap.svg")
+    text = render(figures={"figure_2": [picture]})
+    assert text.index("both TRM arms stay bounded and keep improving") < text.index(
+        "![curves](figures/figure_2_gap.svg)"
+    )
+    assert "each loose criterion alone fails" not in text
 
 
-def test_settings_and_environment_are_listed():
+def test_commit_command_configuration_and_environment_are_there():
     text = render()
     assert text.startswith("# miniature: ")
-    assert "| update.learning_rate | 0.5 |" in text
-    assert "| torch | 2.13.0 |" in text
+    assert "Commit a1b2c3d4e5f6, configuration 0123456789ab." in text
+    assert "```\ntrm-repro reproduce update.learning_rate=0.5\n```" in text
+    assert "| `update.learning_rate` | 0.5 |" in text
+    assert "| `torch` | 2.13.0 |" in text
+
+
+def test_warnings_stand_before_everything_else():
+    runs = [record("ppo_clip", 1, status="FAILED", num_steps=7)]
+    text = render(experiment=experiment(runs), warnings=["thresholds differ"])
+    assert text.index("**Warning.** 1 of 1 runs failed") < text.index("## Claims")
+    assert text.index("**Warning.** thresholds differ") < text.index("## Claims")
 
 
 def test_a_report_of_runs_without_times_says_no_number_that_was_not_measured():
     points = POINTS[~POINTS.metric.str.startswith(("time/", "throughput/"))]
-    assert "nan" not in render(points=points)
+    text = render(points=points)
+    assert "nan" not in text
+    assert "Where the time goes" not in text
+
+
+def test_hostile_names_do_not_become_markup():
+    hostile = "<img src=x onerror=alert(1)>"
+    data = report_data(
+        [outcome(hostile)],
+        points=pd.DataFrame([point("mask/kept_long_fraction", 0.5, arm=hostile), point(GAP, 0.1, arm=hostile)]),
+    )
+    assert hostile not in to_html(build_report(data))
+    assert hostile not in re.sub("`[^`]*`", "", to_markdown(build_report(data)))

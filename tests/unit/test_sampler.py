@@ -23,7 +23,9 @@ EOS = TOKENIZER.eos_token_id
 def config_for(**changes):
     values = {
         "task": TaskConfig(min_operands=2, max_operands=3),
-        "rollout": RolloutConfig(num_prompts=3, group_size=4, max_response_tokens=20, probe_contexts=10),
+        "rollout": RolloutConfig(
+            num_prompts=3, group_size=4, max_response_tokens=20, probe_contexts=10, distribution="sampled"
+        ),
         "update": UpdateConfig(num_updates_per_rollout=2),
         "evaluation": EvaluationConfig(num_problems=60, num_sampled_problems=8),
     }
@@ -48,13 +50,15 @@ class ScriptedEngine:
             problem = make_problem([int(operand) for operand in prompt.removesuffix("=").split("+")])
             text = problem.solution if index % 2 == 0 else f"#{(int(problem.answer) + 1) % 10}"
             tokens = (*TOKENIZER(text, add_special_tokens=False).input_ids, EOS)
+            if index == 4:  # the first response of the second group was cut off
+                tokens = (tokens * 20)[-settings.max_tokens :]
             completions.append(
                 Completion(
                     token_ids=tokens,
                     logprobs=torch.full((len(tokens),), -0.25 * (index + 1)),
                     log_distribution=None,
                     experts=torch.full((len(tokens), 1, 1), index, dtype=torch.uint8),
-                    finished=index != 4,  # the first response of the second group was cut off
+                    finished=index != 4,
                 )
             )
         return completions[: len(completions) - self.num_lost]

@@ -1,10 +1,12 @@
 import pytest
 import torch
 
-from evaluation.scores import ScoredResponse, average_at_k, score_problems
+from evaluation.generations import sample_answers
+from evaluation.scores import ScoredResponse, average_at_k, grade_answers, problem_scores, score_problems
 from tests.unit.builders import TOKENIZER
+from trm_repro.errors import FaultError
 from trm_repro.rollout import Completion, SamplingSettings
-from trm_repro.tasks import ChainArithmetic
+from trm_repro.tasks import ChainArithmetic, DatasetTask
 from trm_repro.tasks.chain_arithmetic import make_problem
 
 PROBLEMS = [make_problem([4, 8]), make_problem([3, 3])]  # answers 2 and 6
@@ -83,6 +85,9 @@ def test_avg_at_k_by_hand(rewards, expected):
     answers = [
         ScoredResponse(
             problem_id="p",
+            prompt="?",
+            gold="1",
+            seed=0,
             sample=index,
             response="",
             answer=None,
@@ -94,3 +99,32 @@ def test_avg_at_k_by_hand(rewards, expected):
         for index, reward in enumerate(rewards)
     ]
     assert average_at_k(answers) == expected
+
+
+def test_each_problem_has_a_score_of_its_own_in_the_order_of_the_problems():
+    assert problem_scores(score()[1]) == [pytest.approx(1 / 3), pytest.approx(2 / 3)]
+
+
+def test_what_is_asked_beside_a_problem_and_in_which_order_does_not_change_its_seeds():
+    def seeds(problems):
+        engine = ScriptedEngine()
+        questions = [(problem, (1, 2)) for problem in problems]
+        with pytest.raises(FaultError, match="returned 6 responses"):  # it always gives six
+            sample_answers(engine, TOKENIZER, questions, num_samples=4, settings=SETTINGS, seed=3)
+        return {
+            problem.id: [request.seed for request in engine.requests[4 * place : 4 * place + 4]]
+            for place, problem in enumerate(problems)
+        }
+
+    both = seeds(PROBLEMS)
+    assert seeds(PROBLEMS[::-1]) == both
+    assert seeds(PROBLEMS[1:])[PROBLEMS[1].id] == both[PROBLEMS[1].id]
+
+
+def test_answers_can_be_graded_again_by_another_rule():
+    scored = score()[1]
+    again = grade_answers(DatasetTask("verl"), scored)
+    assert {answer.reason for answer in again} == {"no Answer: in the last 300 characters"}
+    assert [(one.response, one.gold, one.seed) for one in again] == [
+        (one.response, one.gold, one.seed) for one in scored
+    ]

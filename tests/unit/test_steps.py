@@ -249,7 +249,8 @@ def test_a_non_finite_log_ratio_rejects_its_sequence_under_every_criterion(crite
     measurement = make_measurement([[0.0, 0.0], [0.0, value], [0.0, 0.0]], kl=[[0.0, 0.0]] * 3)
     response_mask = torch.tensor([[True, True], [True, True], [True, False]])
     config = MaskConfig(criterion=criterion, reference_arm="other" if criterion in CONTROLS else None)
-    control = Control(reference=ReferenceUpdate(num_kept=3, rejected_lengths=()), generator=torch.Generator().manual_seed(0))
+    reference = ReferenceUpdate(num_kept=3, rejected_lengths=())
+    control = Control(reference=reference, generator=torch.Generator().manual_seed(0))
     mask = gate(measurement, response_mask, config, control, agreeing_batch(3))
     assert mask.tolist() == [True, False, True]
 

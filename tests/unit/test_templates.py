@@ -5,7 +5,6 @@ import pytest
 from tests.unit.builders import TOKENIZER
 from trm_repro.config_sections import PromptTemplate
 from trm_repro.errors import InputError
-from trm_repro.policy import load_tokenizer
 from trm_repro.tasks import Problem
 from trm_repro.tasks.templates import AROUND, question_of, render_prompts
 
@@ -35,9 +34,8 @@ def test_templates_without_chat_are_text_around_the_question(template, text):
 
 
 @pytest.mark.parametrize(("template", "text"), [("chat", BOXED), ("dapo_chat", DAPO)])
-def test_chat_templates_are_one_user_turn_that_leaves_the_word_to_the_assistant(template, text, test_data):
-    tokenizer = load_tokenizer(test_data / "qwen3-tokenizer")
-    assert rendered(template, tokenizer) == f"<|im_start|>user\n{text}<|im_end|>\n<|im_start|>assistant\n"
+def test_chat_templates_are_one_user_turn_that_leaves_the_word_to_the_assistant(template, text, qwen3_tokenizer):
+    assert rendered(template, qwen3_tokenizer) == f"<|im_start|>user\n{text}<|im_end|>\n<|im_start|>assistant\n"
 
 
 @pytest.mark.parametrize(("template", "instead"), [("chat", "boxed"), ("dapo_chat", "dapo")])
@@ -60,5 +58,5 @@ def test_the_question_is_found_inside_the_published_template_or_without_it(text)
 
 
 def test_half_a_template_is_part_of_the_question():
-    text = DAPO.removesuffix('"Answer:".')
+    text = DAPO.removesuffix(' "Answer:".')
     assert question_of(text) == text

@@ -3,6 +3,7 @@ import math
 import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.flop_counter import FlopCounterMode
 
 from trm_repro.certified import TopLogprobs
 from trm_repro.divergence import exact_kl_divergence, exact_total_variation
@@ -237,6 +238,22 @@ def test_half_precision_inputs_are_accumulated_in_float32_and_their_logits_not_r
     assert hidden.grad[0, 1].item() == pytest.approx(2 * p_other, rel=2**-8)
 
 
+@pytest.mark.parametrize("tile_rows", [1, 5, 4096])
+@pytest.mark.parametrize("chunk_tokens", [3, 100])
+def test_half_precision_gradients_are_those_of_the_same_numbers_in_float64(
+    inputs, chunk_tokens, tile_rows, monkeypatch
+):
+    monkeypatch.setattr(chunks, "TILE_ROWS", tile_rows)
+    hidden, head_weight, token_ids, _ = inputs
+    leaves = hidden.bfloat16().requires_grad_(), head_weight.bfloat16().requires_grad_()
+    token_objective(*leaves, token_ids, surrogate, chunk_tokens=chunk_tokens)[0].backward()
+    exact = leaves[0].detach().double().requires_grad_(), leaves[1].detach().double().requires_grad_()
+    token_objective(*exact, token_ids, surrogate)[0].backward()
+    for leaf, wanted in zip(leaves, exact, strict=True):
+        # half a unit in the last place of bfloat16, from the one rounding at the end
+        torch.testing.assert_close(leaf.grad.double(), wanted.grad, rtol=2**-8, atol=1e-5)
+
+
 def rollout_parts(dtype=torch.float32):
     """Hidden states of another width than the policy's, from weights of two versions."""
     generator = torch.Generator().manual_seed(1)
@@ -350,3 +367,17 @@ def test_no_more_than_one_chunk_of_the_vocabulary_exists_at_a_time_forward_or_ba
     with LargestTensor() as largest:
         token_statistics(hidden, head_weight, token_ids, rollout=rollout, chunk_tokens=chunk)
     assert largest.num_elements == 2 * chunk * vocab
+
+
+def test_gradients_cost_three_matrix_products_for_an_objective_and_four_for_any_upstream_gradient(many_tokens):
+    hidden, head_weight, token_ids = many_tokens
+    product = 2 * 40 * 50 * 4  # operations of tokens x vocabulary x hidden size
+    forms = {
+        3: lambda: token_objective(hidden, head_weight, token_ids, lambda x, _: x, chunk_tokens=8)[0].backward(),
+        4: lambda: token_logprobs(hidden, head_weight, token_ids, chunk_tokens=8).sum().backward(),
+        1: lambda: token_statistics(hidden, head_weight, token_ids, chunk_tokens=8),
+    }
+    for num_products, form in forms.items():
+        with FlopCounterMode(display=False) as counter:
+            form()
+        assert counter.get_total_flops() == num_products * product

@@ -14,6 +14,7 @@ from trm_repro.config_sections.checks import (
 from trm_repro.config_sections.claims import ClaimThresholds
 from trm_repro.config_sections.evaluation import EvaluationConfig, EvaluationTask
 from trm_repro.config_sections.experiment import OutputConfig, ReproduceConfig, TrackingConfig
+from trm_repro.config_sections.health import HealthConfig
 from trm_repro.config_sections.mask import MaskConfig, MaxEstimator, MeanEstimator
 from trm_repro.config_sections.policy import PolicyConfig, WarmStartConfig
 from trm_repro.config_sections.rollout import Precision, RolloutConfig
@@ -25,6 +26,7 @@ __all__ = [
     "ClaimThresholds",
     "EvaluationConfig",
     "EvaluationTask",
+    "HealthConfig",
     "LossConfig",
     "LossName",
     "MaskConfig",

@@ -19,7 +19,7 @@ class RolloutConfig:
     engine: Literal["vllm", "transformers"] = "vllm"
     """Inference engine."""
     placement: Literal["in_process", "colocated", "server"] = "in_process"
-    """in_process: in the trainer's first process; colocated: one vLLM in each; server: vLLM's OpenAI-compatible server."""
+    """in_process: in the trainer's first process; colocated: a vLLM in each; server: vLLM's OpenAI-compatible server."""
     server_urls: tuple[str, ...] = ()
     """placement server: base URLs of servers that run already; empty starts one on 127.0.0.1."""
     weight_transfer: Literal["file", "nccl"] = "file"
@@ -83,6 +83,18 @@ class RolloutConfig:
             "rollout.overlap",
             "false unless rollout.placement=server and rollout.staleness_steps >= 1",
             self.overlap,
+        )
+        require(
+            self.distribution != "hidden" or self.placement != "server",
+            "rollout.distribution",
+            "full, top_k or sampled for rollout.placement=server: its interface carries no hidden states",
+            self.distribution,
+        )
+        require(
+            self.weight_transfer == "file" or len(self.server_urls) <= 1,
+            "rollout.weight_transfer",
+            "file for more than one of rollout.server_urls (vLLM's own data parallelism serves many GPUs at one)",
+            self.weight_transfer,
         )
         for url in self.server_urls:
             require(

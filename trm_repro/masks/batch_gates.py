@@ -14,24 +14,27 @@ from trm_repro.masks.trust_region import finite_mask
 def m2po(statistics: TokenStatistics, *, threshold: float) -> Tensor:
     """Reject the tokens of largest (log rho_t)^2, as few as bring the mean of the others to the threshold.
 
-    Tokens of sequences with a non-finite log-ratio are rejected first and do not count.
-    Source: M2PO (arXiv 2510.01161), second-moment constraint.
+    Only tokens that PPO could clip compete: those that the update pushes further from the rollout policy. The others
+    are kept. Sequences with a non-finite log-ratio do not count.
+    Source: M2PO (arXiv 2510.01161v2), Algorithm 1 and "Only constrain trust-region tokens".
 
     Args:
-        statistics: of the whole batch.
-        threshold: largest mean of (log rho_t)^2 over the kept tokens, nats^2.
+        statistics: of the whole batch, with advantages.
+        threshold: largest mean of (log rho_t)^2 over the competing tokens that are kept, nats^2.
 
     Returns:
         ``[B, T]`` bool.
     """
     is_finite = finite_mask(statistics.log_ratio, statistics.response_mask)  # [B]
-    counted = statistics.response_mask & is_finite[:, None]  # [B, T]
+    assert statistics.advantages is not None
+    is_pushed_away = statistics.advantages[:, None] * statistics.log_ratio > 0  # [B, T]
+    counted = statistics.response_mask & is_finite[:, None] & is_pushed_away
     moments, order = statistics.log_ratio[counted].double().square().sort()  # [N], ascending
     means = moments.cumsum(dim=0) / torch.arange(1, len(moments) + 1, device=moments.device)
     num_kept = int((means <= threshold).sum())  # means of ascending values do not fall
     keep = torch.zeros_like(moments, dtype=torch.bool)
     keep[order[:num_kept]] = True
-    return torch.zeros_like(counted).masked_scatter(counted, keep)
+    return (~counted).masked_scatter(counted, keep)
 
 
 def random_control(statistics: TokenStatistics, *, seed: float) -> Tensor:

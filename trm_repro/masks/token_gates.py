@@ -31,16 +31,16 @@ def cispo(statistics: TokenStatistics, *, low: float, high: float) -> Tensor:
     return (log_ratio.clamp(_log(1 - low), math.log1p(high)) - log_ratio).exp()
 
 
-def minpro(statistics: TokenStatistics, *, cap: float) -> Tensor:
-    """Weigh so that each token's gradient carries rho_t times the smallest ratio before it, at most the cap.
+def minpro(statistics: TokenStatistics, *, low: float, high: float) -> Tensor:
+    """Weigh so that each token's gradient carries clip(rho_t times the smallest ratio before it, 1 - low, 1 + high).
 
-    The first token has nothing before it and carries rho_1. Source: MinPRO (arXiv 2601.22718).
+    The first token has nothing before it. Source: MinPRO (arXiv 2601.22718), objective; its clip range was not found.
     """
     log_ratio = _clamped(statistics.log_ratio)
     smallest = torch.where(statistics.response_mask, log_ratio, math.inf).cummin(dim=-1).values  # [B, T], s <= t
     before = torch.cat([torch.full_like(smallest[:, :1], math.inf), smallest[:, :-1]], dim=-1)  # s < t
     prefix = torch.where(before.isinf(), 0.0, before)
-    return ((log_ratio + prefix).clamp(max=_log(cap)) - log_ratio).exp()
+    return ((log_ratio + prefix).clamp(_log(1 - low), math.log1p(high)) - log_ratio).exp()
 
 
 def icepop(statistics: TokenStatistics, *, low: float, high: float) -> Tensor:

@@ -35,7 +35,9 @@ class RolloutsAhead:
         self.step: int | None = None
         self.future: Future[tuple[list[Rollout], float]] | None = None
         self.has_taken = False
+        self.waited = 0.0
         self.lag = Lag()
+        """Of the step that was taken last."""
 
     def begin(self, step: int, sample: Callable[[], list[Rollout]]) -> None:
         """Sample a step's rollouts in the background; the other ranks only note that it is being done."""
@@ -44,15 +46,15 @@ class RolloutsAhead:
             began = time.perf_counter()
             return sample(), time.perf_counter() - began
 
-        self.step = step
+        self.step, self.waited = step, 0.0
         self.future = self.pool.submit(timed) if ranks.is_first() else None
 
     def wait(self) -> None:
         """Wait until the engine is free again."""
         if self.future is not None:
             began = time.perf_counter()
-            _, sampling = self.future.result()
-            self.lag = Lag(sampling=sampling, waiting=self.lag.waiting + time.perf_counter() - began)
+            self.future.result()
+            self.waited += time.perf_counter() - began
 
     def take(self, step: int) -> list[Rollout] | None:
         """Take a step's rollouts.
@@ -68,6 +70,7 @@ class RolloutsAhead:
         rollouts = None
         if self.has_taken and self.future is not None:
             self.wait()
-            rollouts = self.future.result()[0]
+            rollouts, sampling = self.future.result()
+            self.lag = Lag(sampling=sampling, waiting=self.waited)
         self.step = self.future = None
         return rollouts

@@ -110,6 +110,10 @@ def start_engine(config: RolloutConfig, model_path: Path, max_length: int) -> Ro
     Raises:
         InputError: if the engine is not installed.
     """
+    if config.placement == "server":
+        from trm_repro.rollout.vllm.server import ServerEngine
+
+        return ServerEngine(config, model_path, max_length)
     if config.engine == "vllm":
         from trm_repro.rollout.vllm.engine import VllmEngine
 

@@ -75,11 +75,19 @@ class DividedEngine:
         """Sample this rank's part of whatever the first rank samples, until it releases its followers."""
         while (part := ranks.scatter([None])) is not None:
             ranks.gather(self.engine.sample(*part))
+        self._sleep()
 
     def release(self) -> None:
         """Let the followers go on."""
         if ranks.num_ranks() > 1:
             ranks.scatter([None] * ranks.num_ranks())
+        self._sleep()
+
+    def _sleep(self) -> None:
+        """Leave the device to the trainer, where the engine can."""
+        sleep = getattr(self.engine, "sleep", None)
+        if sleep is not None:
+            sleep()
 
 
 class AbsentEngine:

@@ -10,6 +10,7 @@ from trm_repro.advantages import grpo_advantages
 from trm_repro.batch import Rollout
 from trm_repro.config import RunConfig, derive_seed
 from trm_repro.errors import FaultError, InputError
+from trm_repro.rollout.completion_checks import check_completions
 from trm_repro.rollout.engine import SamplingRequest, SamplingSettings
 from trm_repro.rollout.math_problems import prompt_token_ids, read_math_problems
 from trm_repro.rollout.probe import probe_contexts
@@ -42,7 +43,8 @@ class RolloutSampler:
             return
         if config.evaluation.task != "chain_arithmetic":
             raise InputError(
-                f"evaluation.task={config.evaluation.task} does not go with training on chain_arithmetic; set task.name=math"
+                f"evaluation.task={config.evaluation.task} does not go with training on chain_arithmetic; set "
+                "task.name=math"
             )
         self.chain = ChainArithmetic(config.task.min_operands, config.task.max_operands)
         self.task = self.held_out_task = self.chain
@@ -68,7 +70,7 @@ class RolloutSampler:
 
         Raises:
             InputError: if a prompt is longer than ``rollout.max_prompt_tokens``.
-            FaultError: if the engine returned another number of responses than asked for.
+            FaultError: if the engine returned other than what was asked for, or a reward is outside [0, 1].
         """
         settings = self.config.rollout
         problems = self.problems(step)
@@ -78,23 +80,22 @@ class RolloutSampler:
             for group, prompt in enumerate(prompts)
             for sample in range(settings.group_size)
         ]
-        completions = self.engine.sample(
-            requests,
-            SamplingSettings(
-                max_tokens=settings.max_response_tokens,
-                temperature=settings.temperature,
-                top_p=settings.top_p,
-                distribution=settings.distribution,
-                num_top=settings.num_top_logprobs,
-            ),
+        sampling = SamplingSettings(
+            max_tokens=settings.max_response_tokens,
+            temperature=settings.temperature,
+            top_p=settings.top_p,
+            distribution=settings.distribution,
+            num_top=settings.num_top_logprobs,
         )
-        if len(completions) != len(requests):
-            raise FaultError(f"the engine returned {len(completions)} responses to {len(requests)} requests")
+        completions = self.engine.sample(requests, sampling)
+        check_completions(completions, requests, sampling, self.engine.vocab_size)
         rollouts = []
         for index, (request, completion) in enumerate(zip(requests, completions, strict=True)):
             group = index // settings.group_size
             text = self.tokenizer.decode(completion.token_ids, skip_special_tokens=True)
             grade = self.task.grade(problems[group], Response(text=text, finished=completion.finished))
+            if not 0 <= grade.reward <= 1:  # the bounds hold for rewards in [0, 1]; NaN is outside too
+                raise FaultError(f"the reward of problem {problems[group].id} is {grade.reward}, not in [0, 1]")
             rollouts.append(
                 Rollout(
                     group=group,

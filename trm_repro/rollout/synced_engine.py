@@ -26,6 +26,11 @@ class SyncedEngine:
         self.is_started = reading is not None
         self.holds: tuple[str, int] | None = None
 
+    @property
+    def vocab_size(self) -> int:
+        """V of the engine's model."""
+        return self.engine.vocab_size
+
     def sync(self, weights: Mapping[str, Tensor], *, run: str, version: int) -> None:
         """Load weights unless the engine holds them already, then probe it.
 

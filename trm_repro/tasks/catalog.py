@@ -22,7 +22,6 @@ def training_source(config: TaskConfig) -> ProblemSource:
         subset=config.subset,
         split=config.split,
         file=None if config.file is None else Path(config.file),
-        file_key="task.file",
     )
 
 
@@ -48,5 +47,5 @@ def evaluation_source(config: EvaluationConfig, data: Path | None = None) -> Pro
         subset=config.subset,
         split=config.split or split,
         file=file,
-        file_key="evaluation.file",
+        file_mend="--data FILE or evaluation.file=FILE",
     )

@@ -99,7 +99,8 @@ def load_problems(source: ProblemSource, *, show_progress: bool = False) -> tupl
     problems: dict[bytes, Problem] = {}
     conflicting: set[bytes] = set()
     num_rows = 0
-    for row in tqdm(stream_rows(source), desc=str(source), unit=" rows", disable=not show_progress, leave=False):
+    is_hidden = None if show_progress else True  # None: shown on a terminal only
+    for row in tqdm(stream_rows(source), desc=str(source), unit=" rows", disable=is_hidden, leave=False):
         num_rows += 1
         problem = _to_problem(row, f"{source}: row {num_rows}")
         key = _question_digest(problem.prompt)

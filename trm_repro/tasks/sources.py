@@ -20,7 +20,7 @@ MAX_REASON_CHARACTERS = 200
 class ProblemSource:
     """Where problems come from.
 
-    Example: ``ProblemSource(name="math-ai/aime25", split="test", file_key="evaluation.file")``.
+    Example: ``ProblemSource(name="math-ai/aime25", split="test")``.
 
     Attributes:
         name: hub name of a data set, or a local folder laid out like one; None with a file.
@@ -28,7 +28,7 @@ class ProblemSource:
         subset: the data set's configuration, where it has several.
         split: which split.
         file: a local .jsonl or .parquet file, read in the place of the hub.
-        file_key: what to set to read a file instead, for the message when the hub cannot be reached.
+        file_mend: how to read a file instead, for the message when the hub cannot be read.
     """
 
     name: str | None = None
@@ -36,7 +36,7 @@ class ProblemSource:
     subset: str | None = None
     split: str = "train"
     file: Path | None = None
-    file_key: str = "task.file"
+    file_mend: str = "set task.file=FILE"
 
     def __str__(self) -> str:
         """Name the source as messages and records do, such as ``math-ai/aime25@main (test)``."""
@@ -112,7 +112,7 @@ def _stream_hub(source: ProblemSource) -> Iterator[Any]:
             mend = "unset HF_HUB_OFFLINE" if offline else "check name, revision, subset, split and connection"
             raise InputError(
                 f"{source}: cannot be read from the hub ({_reason(error)}); {mend}, or read a local .jsonl or .parquet "
-                f"file: set {source.file_key}=FILE"
+                f"file: {source.file_mend}"
             ) from None
         yield row
 

@@ -13,6 +13,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from trm_repro import ranks
 from trm_repro.config_sections import RolloutConfig
 from trm_repro.errors import FaultError, InputError
 from trm_repro.policy import first_line, load_model
@@ -55,6 +56,7 @@ class VllmEngine:
                 "rollout.engine=transformers"
             ) from None
         self.precision = config.precision
+        self.can_sleep = self.is_asleep = False
         model_length = -(-max_length // BLOCK_TOKENS) * BLOCK_TOKENS
         on_cpu: dict[str, Any] = {}
         if not torch.cuda.is_available():
@@ -81,12 +83,16 @@ class VllmEngine:
                 use_tqdm_on_load=False,
                 seed=0,
                 **on_cpu,
+                **_placement(config),
             )
         except Exception as error:  # pydantic's, safetensors', transformers' or torch's, as the directory is damaged
             raise InputError(
                 f"{model_path}: vLLM does not start on it ({first_line(error)}); expected a model it supports, with "
                 "config.json, model.safetensors and tokenizer.json"
             ) from error
+        if config.placement == "colocated" and ranks.num_ranks() > 1:
+            _check_colocation(self.llm.llm_engine.model_config.hf_config)
+        self.can_sleep = config.placement == "colocated" and torch.cuda.is_available()
         hf_config = self.llm.llm_engine.model_config.hf_config
         self.vocab_size = int(hf_config.vocab_size)
         top_k = getattr(hf_config, "num_experts_per_tok", None)
@@ -97,8 +103,12 @@ class VllmEngine:
 
     def load_weights(self, weights: Mapping[str, Tensor]) -> None:
         """Replace the weights and empty the prefix cache, whose keys and values belong to the old ones."""
-        rounded = {name: round_weight(name, weight, self.precision) for name, weight in weights.items()}
-        self.llm.collective_rpc("load_policy_weights", args=(list(checkpoint_weights(rounded)),))
+        self.wake()
+        # A stream: gathered from shards, one weight at a time is whole.
+        stream = checkpoint_weights(weights, lambda name, weight: round_weight(name, weight, self.precision))
+        self.llm.collective_rpc("load_policy_weights", args=(stream,))
+        for _ in stream:  # what vLLM did not ask for is gathered by the other ranks all the same
+            pass
         if not self.llm.reset_prefix_cache():
             raise FaultError("the engine did not empty its prefix cache after a weight sync; rollouts would be stale")
 
@@ -106,6 +116,7 @@ class VllmEngine:
         """Sample one response per request, in order."""
         from vllm import SamplingParams, TokensPrompt
 
+        self.wake()
         prompts = [TokensPrompt(prompt_token_ids=list(request.prompt_ids)) for request in requests]
         params = [
             SamplingParams(
@@ -128,6 +139,18 @@ class VllmEngine:
             replace(completion, hidden=response_hidden(output, hidden)) if hidden else completion
             for output, completion in zip(outputs, completions, strict=True)
         ]
+
+    def sleep(self) -> None:
+        """Leave the GPU to the trainer: weights to host memory, cache freed. Does nothing on a CPU."""
+        if self.can_sleep and not self.is_asleep:
+            self.llm.sleep(level=1)
+            self.is_asleep = True
+
+    def wake(self) -> None:
+        """Come back from sleep."""
+        if self.is_asleep:
+            self.llm.wake_up()
+            self.is_asleep = False
 
     def _num_logprobs(self, settings: SamplingSettings) -> int:
         """Say how many log-probs to ask for beside the sampled token's; -1 is all."""
@@ -211,3 +234,26 @@ def response_hidden(output: Any, recorded: Mapping[str, tuple[list[int], Tensor]
             "tokens; the divergence of the others would be unknown"
         )
     return rows[: len(expected)]
+
+
+def _placement(config: RolloutConfig) -> dict[str, Any]:
+    """Return vLLM's settings for one engine in each rank, which step together, or for one engine alone."""
+    if config.placement != "colocated":
+        return {}
+    settings: dict[str, Any] = {"enable_sleep_mode": torch.cuda.is_available()}
+    if ranks.num_ranks() > 1:
+        settings |= {"distributed_executor_backend": "external_launcher", "data_parallel_size": ranks.num_ranks()}
+    return settings
+
+
+def _check_colocation(hf_config: Any) -> None:  # noqa: ANN401
+    """Refuse what vLLM's data parallelism lacks on a CPU: the exchange of tokens among experts.
+
+    Raises:
+        InputError: for a mixture of experts without a GPU.
+    """
+    if getattr(hf_config, "num_experts", None) and not torch.cuda.is_available():
+        raise InputError(
+            "rollout.placement=colocated: vLLM runs a mixture of experts in several processes on GPUs only; set "
+            "rollout.placement=server or policy.architecture=dense"
+        )

@@ -1,6 +1,6 @@
 """What runs inside a vLLM worker: taking weights in, reading routers of a mixture of experts and hidden states."""
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import torch
@@ -12,17 +12,14 @@ class WorkerExtension:
 
     model_runner: Any
 
-    def load_policy_weights(self, weights: list[tuple[str, Tensor]]) -> None:
+    def load_policy_weights(self, weights: Iterable[tuple[str, Tensor]]) -> None:
         """Load weights in checkpoint format through vLLM's own reload, experts included.
 
         vLLM's reload re-packs a linear layer, but on CPU it re-packs experts only while their kernel is being
         made: with a kernel in place it leaves them in checkpoint layout, which the kernel misreads. Forgetting
         the kernel first makes it again from the loaded weights.
         """
-        for module in self.model_runner.model.modules():
-            method: Any = getattr(module, "quant_method", None)
-            if getattr(method, "moe_kernel", None) is not None:
-                method.moe_kernel = None
+        forget_expert_kernels(self.model_runner.model)
         self.model_runner.reload_weights(weights_iterator=iter(weights))
 
     def watch_routers(self, top_k: int) -> bool:
@@ -103,6 +100,14 @@ class HiddenRecorder:
             request_id: (sorted(by_length), rows[[by_length[length] for length in sorted(by_length)]])
             for request_id, by_length in places.items()
         }
+
+
+def forget_expert_kernels(model: nn.Module) -> None:
+    """Make vLLM build the experts' kernels again from the weights that are about to be loaded."""
+    for module in model.modules():
+        method: Any = getattr(module, "quant_method", None)
+        if getattr(method, "moe_kernel", None) is not None:
+            method.moe_kernel = None
 
 
 class RouterRecorder:

@@ -1,0 +1,178 @@
+"""The audit as one self-contained HTML page: the document of evaluation/document.py with figures."""
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import matplotlib
+
+matplotlib.use("Agg")
+from matplotlib.figure import Figure
+
+from evaluation.document import Block, Bullets, Cell, Document, Heading, Note, Paragraph, Picture, Row, Table
+from evaluation.html import to_html
+from evaluation.themes import light_and_dark, styled
+from pipelines.audit.terminal import DRIFT_ROWS, figure
+
+Payload = dict[str, Any]
+
+MAX_STEP_ROWS = 200
+SWEEP_TITLES = {"trm_max": "TRM-Max", "trm_avg": "TRM-Avg", "ln_trm": "LN-TRM", "ser": "SER"}
+
+
+def page_html(payload: Payload) -> str:
+    """Write the page.
+
+    Args:
+        payload: of the audit.
+
+    Returns:
+        HTML that asks for nothing from anywhere.
+    """
+    formats = ", ".join(f"{name} ({count} files)" for name, count in payload["formats"].items())
+    blocks: list[Block] = [
+        Paragraph(
+            text=f"{payload['num_sequences']:,} sequences with {payload['num_tokens']:,} tokens, format {formats}. "
+            f"Divergences are {payload['estimator']}; log-ratios are policy over rollout, in nats."
+        ),
+        *(
+            Note(text=row["message"], kind="warning" if row["level"] == "warning" else "note")
+            for row in payload.get("findings", [])
+        ),
+        Heading(text="Drift"),
+        Table(
+            columns=["quantity", "value"],
+            rows=[[label, figure(payload[name])] for name, label in DRIFT_ROWS if payload.get(name) is not None],
+        ),
+        *_steps(payload["steps"]),
+        Heading(text="What the paper's gates keep"),
+        *_acceptance(payload),
+        *_gates(payload.get("gates", {})),
+        *_where(payload.get("where", {})),
+        Heading(text="Thresholds and bounds"),
+        *_advice(payload),
+    ]
+    if payload["bad_rows"]:
+        blocks += [Heading(text="Bad rows"), Bullets(items=payload["bad_rows"])]
+    return to_html(Document(title="Audit of rollouts", subtitle=", ".join(payload["files"][:3]), blocks=blocks))
+
+
+def _steps(steps: list[Payload]) -> list[Block]:
+    if len(steps) < 2:
+        return []
+    numbers = [row["step"] for row in steps]
+    return [
+        Row(
+            pictures=[
+                _lines(numbers, {"PPL gap": [row["ppl_gap"] for row in steps]}, "step", "PPL gap over steps"),
+                _lines(
+                    numbers,
+                    {name: [row[name] for row in steps] for name in ("k3_mean", "k2_max")},
+                    "step",
+                    "mean k3 and largest k2 over steps",
+                ),
+            ]
+        )
+    ]
+
+
+def _acceptance(payload: Payload) -> list[Block]:
+    held = payload["bound_if_threshold_held"]
+    rows: list[Sequence[str | Cell]] = [
+        [Cell(text=name, is_code=True), f"{kept:.1%}", figure(held.get(name))]
+        for name, kept in payload["acceptance"].items()
+    ]
+    sweeps = {title: payload["sweep"][name] for name, title in SWEEP_TITLES.items() if payload["sweep"][name]}
+    blocks: list[Block] = [
+        Table(
+            columns=["arm", "accepted", "bound"],
+            rows=rows,
+            caption="Bound: unified, sharp constants, if KL stayed at the thresholds in every context.",
+        )
+    ]
+    if sweeps:
+        blocks.append(_sweep_picture(sweeps))
+    lengths = payload["rejected_by_length"]
+    arms = list(payload["acceptance"])
+    blocks += [
+        Heading(text="Rejected by response length", level=3),
+        Table(
+            columns=["tokens", "sequences", *arms],
+            rows=[
+                [row["length"], f"{row['num_sequences']:,}", *(f"{row['rejected'][arm]:.1%}" for arm in arms)]
+                for row in lengths
+            ],
+        ),
+    ]
+    return blocks
+
+
+def _gates(gates: Payload) -> list[Block]:
+    if not gates:
+        return []
+    rows: list[Sequence[str | Cell]] = []
+    for name, row in gates.items():
+        if "not_applied" in row:
+            rows.append([Cell(text=name, is_code=True), "-", "-", "-", row["not_applied"]])
+            continue
+        fractions = [row.get(key) for key in ("sequence_fraction", "token_fraction")]
+        shares = ["-" if value is None else f"{value:.1%}" for value in fractions]
+        rows.append([Cell(text=name, is_code=True), *shares, figure(row.get("weight_mean")), row["keeps"]])
+    return [
+        Heading(text="What the gates of others keep at their defaults"),
+        Table(columns=["gate", "sequences", "tokens", "mean weight", "rule"], rows=rows, is_stacked=True),
+    ]
+
+
+def _where(where: Payload) -> list[Block]:
+    blocks: list[Block] = [Heading(text="Where it sits")] if where else []
+    for name, rows in where.items():
+        keys = ("k1_mean", "k2_mean", "k3_mean", "k2_max")
+        cells = [[row["bin"], f"{row['num_tokens']:,}", *(figure(row[key]) for key in keys)] for row in rows]
+        columns = [name.replace("_", " "), "tokens", "k1", "k2", "k3", "largest k2"]
+        blocks.append(Table(columns=columns, rows=cells))
+    return blocks
+
+
+def _advice(payload: Payload) -> list[Block]:
+    items = []
+    for name in ("trm_max", "trm_avg", "trm_max_avg"):
+        row = payload["advice"][name]
+        values = [figure(row[key]) for key in ("advised", "max", "avg") if row.get(key) is not None]
+        items.append(f"{name} {' and '.join(values) or 'none'}: {row['reason']}")
+    blocks: list[Block] = [Bullets(items=items)]
+    bounds = payload.get("bounds")
+    if bounds is not None:
+        blocks.append(Paragraph(text=f"Bounds: {bounds['reason']}."))
+        if bounds["available"]:
+            rows = [[name, figure(bounds["paper"][name]), figure(bounds["sharp"][name])] for name in bounds["paper"]]
+            blocks.append(Table(columns=["bound", "paper's constants", "half of them"], rows=rows))
+    return blocks
+
+
+def _lines(x: list[int], series: dict[str, list[float]], label: str, title: str) -> Picture:
+    with styled():
+        drawing = Figure(figsize=(5, 3), layout="constrained")
+        axes = drawing.add_subplot()
+        for name, values in series.items():
+            axes.plot(x, [value if value and value > 0 else math.nan for value in values], label=name)
+        axes.set(xlabel=label, yscale="log", title=title)
+        axes.grid(alpha=0.3)
+        if len(series) > 1:
+            axes.legend()
+    light, dark = light_and_dark(drawing)
+    return Picture(image=light, dark_image=dark, alt=title)
+
+
+def _sweep_picture(sweeps: dict[str, list[Any]]) -> Picture:
+    with styled():
+        drawing = Figure(figsize=(7, 3.5), layout="constrained")
+        axes = drawing.add_subplot()
+        for name, points in sweeps.items():
+            axes.plot([point[0] for point in points], [point[1] for point in points], label=name)
+        axes.axhline(0.7, linestyle=":", color="#b0b0b0")
+        axes.set(xscale="log", xlabel="threshold", ylabel="accepted fraction", ylim=(0, 1.02))
+        axes.legend()
+        axes.grid(alpha=0.3)
+    light, dark = light_and_dark(drawing)
+    return Picture(image=light, dark_image=dark, alt="accepted fraction of sequences against each gate's threshold")

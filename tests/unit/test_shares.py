@@ -1,0 +1,74 @@
+"""Ranks: who computes which sequence, and measurements put together again."""
+
+import itertools
+from dataclasses import replace
+
+import torch
+
+from tests.unit.builders import make_batch, tiny_policy
+from trm_repro.shares import Share, divide, measure_shared, merge_measurements, move
+from trm_repro.steps import measure
+
+LENGTHS = [(2, 3), (4, 9), (1, 5), (3, 7), (2, 8), (5, 1)]
+OPTIONS = {"temperature": 1.0, "tokens_per_micro_batch": 64}
+
+
+def rows(batch, wanted: list[int]):
+    return batch.select(torch.tensor([index in wanted for index in range(batch.num_sequences)]))
+
+
+def test_sequences_are_dealt_out_by_length_and_every_one_once():
+    batch = make_batch(LENGTHS)  # 5, 13, 6, 10, 10 and 6 tokens
+    first, second = rows(batch, [0, 1, 2]), rows(batch, [3, 4, 5])
+    # first: 13 to rank 0, 6 and 5 to rank 1 and back; second: 10, 10 and 6 likewise
+    assert divide([first, second], 2) == [[1, 3], [0, 2, 4, 5]]
+    assert sorted(itertools.chain(*divide([first, second], 3))) == [0, 1, 2, 3, 4, 5]
+
+
+def test_measurements_of_the_parts_are_the_measurement_of_the_whole():
+    policy, batch = tiny_policy("moe"), make_batch(LENGTHS, experts=True)
+    whole = measure(policy, batch, **OPTIONS)
+    parts = [rows(batch, [0, 2, 5]), rows(batch, [1, 3, 4])]
+    pieces = [(part.sequence_ids, measure(policy, part, **OPTIONS)) for part in parts]
+    merged = merge_measurements(batch.sequence_ids, batch.response_mask.shape[1], pieces)
+    for name in ("policy_logprobs", "log_ratio", "entropy", "kl", "total_variation"):
+        torch.testing.assert_close(getattr(merged, name), getattr(whole, name), atol=1e-6, rtol=0)
+    assert torch.equal(merged.is_flipped, whole.is_flipped)
+    assert merged.kl_interval is None
+
+
+def test_a_share_of_everything_measures_as_one_process_does():
+    policy, batch = tiny_policy(), make_batch(LENGTHS)
+    alone = measure_shared(policy, batch, Share(), **OPTIONS)
+    shared = measure_shared(policy, batch, Share(batch), **OPTIONS)
+    torch.testing.assert_close(shared.kl, alone.kl, atol=1e-6, rtol=0)
+
+
+def test_a_part_has_the_advantages_of_the_batch_and_the_distributions_of_the_share():
+    batch = make_batch(LENGTHS)
+    share = Share(rows(batch, [1, 2, 4]))
+    bare = replace(batch, rollout_log_distribution=None, advantages=10.0 + torch.arange(6.0))
+    part = share.part(rows(bare, [0, 2, 4]))
+    assert part.sequence_ids.tolist() == [2, 4]
+    assert part.advantages.tolist() == [12.0, 14.0]
+    assert part.rollout_log_distribution.shape[0] == 5 + 8  # response tokens
+    assert share.part(rows(bare, [0, 3])) is None
+
+
+def test_the_filler_is_the_shortest_sequence():
+    share = Share(make_batch(LENGTHS))
+    assert share.filler().sequence_ids.tolist() == [0]  # 2 + 3 tokens
+
+
+def test_a_share_without_a_sequence_of_the_batch_makes_no_pass_of_its_own():
+    batch = make_batch(LENGTHS)
+    parts, num_fillers = Share(rows(batch, [0])).passes(rows(batch, [1]), 64, packed=False)
+    assert parts == []
+    assert num_fillers == 0  # the busiest rank is this one, alone
+
+
+def test_moving_a_measurement_keeps_what_is_missing_missing():
+    measurement = measure(tiny_policy(), make_batch(LENGTHS), **OPTIONS)
+    moved = move(measurement, lambda tensor: tensor.double())
+    assert moved.kl.dtype == torch.float64
+    assert moved.is_flipped is None
