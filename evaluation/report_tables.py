@@ -65,7 +65,7 @@ def over_seeds(values: Sequence[float], thresholds: ClaimThresholds) -> str:
     if not len(array):
         return ""
     lost = f"; {len(values) - len(array)} seeds without a value" if len(array) < len(values) else ""
-    if len(array) <= thresholds.min_seeds:
+    if len(array) < thresholds.min_seeds:
         effect = Effect(estimate=float(array.mean()), low=float(array.min()), high=float(array.max()), kind="range")
         return f"{effect}{lost}"
     interval = bootstrap_mean(

@@ -50,7 +50,6 @@ class GateSpec:
     note: str = ""
 
 
-LOG_RATIO: frozenset[Statistic] = frozenset({"log_ratio"})
 WITH_ADVANTAGES: frozenset[Statistic] = frozenset({"log_ratio", "advantages"})
 WITH_PROBABILITIES: frozenset[Statistic] = frozenset({"log_ratio", "advantages", "rollout_logprobs", "policy_logprobs"})
 
@@ -259,8 +258,8 @@ SPECS: tuple[GateSpec, ...] = (
     GateSpec(
         name="minpro",
         level="token",
-        direction="weighs clip(m_t rho_t, 1 - low, 1 + high) / rho_t, m_t the smallest ratio before t and 1 at the first "
-        "token, so that the gradient carries the clipped product; policy over rollout",
+        direction="weighs clip(m_t rho_t, 1 - low, 1 + high) / rho_t, m_t the smallest ratio before t and 1 at the "
+        "first token, so that the gradient carries the clipped product; policy over rollout",
         source="MinPRO (arXiv 2601.22718), objective",
         function="token_gates:minpro",
         thresholds={"low": 1.0, "high": 0.28},

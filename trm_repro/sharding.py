@@ -111,6 +111,10 @@ class ShardedWeights(Mapping[str, Tensor]):
             stride=like.stride(),
         )
 
+    def __contains__(self, name: object) -> bool:
+        """Whether there is such a weight; not collective, as the default, which asks for it, would be."""
+        return name in self.layout
+
     def __iter__(self) -> Iterator[str]:
         """Names, in the policy's order."""
         return iter(self.layout)

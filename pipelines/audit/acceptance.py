@@ -41,6 +41,9 @@ FULL_TOKENS, SHARE = 1 << 21, 4
 BATCH_TOKENS = 1 << 16
 """Tokens of a chunk that are one batch to a gate whose decisions depend on the batch."""
 
+PEER_SETTINGS = ("sequence_mis:low=0,high=3", "opsm:threshold=0.0001")
+"""Defaults of trainers that share a gate of the registry and not its thresholds: TRL's sequence mask, slime's OPSM."""
+
 PAPER_GATES = ("none", "trm_max", "trm_avg", "trm_max_avg", "ln_trm", "ser")
 
 
@@ -240,6 +243,7 @@ class GateCounts:
                 "level": spec.level,
                 "thresholds": _finite(fill_thresholds(spec, given)),
                 "keeps": spec.direction,
+                "source": spec.source,
             }
             if text in self.skipped:
                 rows[text]["not_applied"] = self.skipped[text]
@@ -258,11 +262,12 @@ class GateCounts:
 
 def default_gates() -> list[tuple[str, str, dict[str, float]]]:
     """List the registry's gates that are not the paper's and need no other gate's decisions, at their defaults."""
-    return [
+    own = [
         (name, name, {})
         for name, spec in GATE_SPECS.items()
         if name not in PAPER_GATES and "reference_mask" not in spec.needs
     ]
+    return sorted([*own, *map(parse_gate, PEER_SETTINGS)], key=lambda gate: list(GATE_SPECS).index(gate[1]))
 
 
 def _groups(lengths: NDArray[np.int64]) -> list[slice]:

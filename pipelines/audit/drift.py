@@ -9,11 +9,14 @@ from typing import Any
 
 import numpy as np
 
-from pipelines.audit.statistics import Chunk, Float64, Sequences, Tokens
+from pipelines.audit.statistics import Chunk, Float64, Sequences, Tokens, inner_product
 from pipelines.audit.tails import Tail
 
 MAX_STEPS = 100_000
 """Steps that get a row of their own; sequences of further ones count in the totals alone."""
+
+MAX_EXPONENT = 700.0
+"""exp of more is beyond a float."""
 
 Payload = dict[str, Any]
 
@@ -75,7 +78,7 @@ class Drift:
             "k3": sequences.k3_sum.sum(),
             "absolute": absolute.sum(),
             "rho-1": ratio.sum(),
-            "(rho-1)^2": np.dot(ratio, ratio),
+            "(rho-1)^2": inner_product(ratio, ratio),
             "deviation": sequences.deviation_sum.sum(),
         }
         for name, value in added.items():
@@ -140,6 +143,7 @@ class Drift:
             "ratio_standard_error": deviation / math.sqrt(tokens),
             "ratio_deviation_mean": sums["deviation"] / tokens,
             "chi_square": mean_square - 1,
+            "chi_square_sequence": self._mean_square_of_sequences() - 1,
             "ess_token_fraction": mean_ratio**2 / mean_square if mean_square > 0 else None,
             "ess_sequence_fraction": math.exp(ess) / self.num_sequences if self.num_sequences else None,
             "hill_index": self.log_ratio.hill_index(),
@@ -147,6 +151,13 @@ class Drift:
             "longest": self.longest,
             **self._exact(),
         }
+
+    def _mean_square_of_sequences(self) -> float:
+        """Average the square of the product of ratios; infinite where that is beyond a float."""
+        if not self.num_sequences:
+            return 1.0
+        log_mean = self.squares.value - math.log(self.num_sequences)
+        return math.exp(log_mean) if log_mean < MAX_EXPONENT else math.inf
 
     def _exact(self) -> Payload:
         if not self.sums["num_kl"]:

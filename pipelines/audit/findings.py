@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 
 from pipelines.audit.loading import Reading
-from pipelines.audit.statistics import Chunk, Tokens
+from pipelines.audit.statistics import Chunk, Tokens, inner_product
 
 LOG_BASES = {"log2": 1 / math.log(2), "log10": 1 / math.log(10)}
 NUM_DEVIATIONS = 5.0
@@ -78,14 +78,14 @@ class Signatures:
         for i, a in enumerate(sides, start=1):
             self.moments[0, i] += a.sum()
             for j, b in enumerate(sides, start=1):
-                self.moments[i, j] += np.dot(a, b) if j >= i else 0.0
+                self.moments[i, j] += inner_product(a, b) if j >= i else 0.0
         self.num_above += int((log_ratio > 1e-6).sum())
         self.num_certain += int((rollout == 0).sum())
         self.num_equal += int((log_ratio == 0).sum())
-        self.k1_square += float(np.dot(log_ratio, log_ratio))
+        self.k1_square += inner_product(log_ratio, log_ratio)
         inverse = 1.0 / (ratio_minus_1 + 1.0)
         self.inverse += float(inverse.sum())
-        self.inverse_square += float(np.dot(inverse, inverse))
+        self.inverse_square += inner_product(inverse, inverse)
         if self.num_shift_tokens < SHIFT_TOKENS:
             self._add_shifts(chunk, rollout[:SHIFT_TOKENS], policy[:SHIFT_TOKENS])
             bits = np.concatenate([v[:SHIFT_TOKENS] for v in sides]).astype(np.float32).view(np.uint32)

@@ -109,6 +109,11 @@ def token_statistics(chunk: Chunk) -> Tokens:
     return Tokens(log_ratio, ratio_minus_1, k2, k3)
 
 
+def inner_product(left: Float64, right: Float64) -> float:
+    """Sum the products of two vectors, ``[N]``, on this thread: BLAS would wake threads that wait for each other."""
+    return float(np.einsum("i,i->", left, right))
+
+
 def segment_sum(values: Floats, offsets: Offsets) -> Float64:
     """Sum values over each sequence: ``[B]`` from ``[N]``; 0 of an empty one."""
     return _reduce(np.add, values, offsets)

@@ -20,6 +20,8 @@ DRIFT_ROWS = (
     ("hill_index", "Hill index of |log-ratio|"),
 )
 
+LENGTH_ARMS = ("trm_max_0.05", "trm_avg_0.001", "ln_trm_0.05", "ser_0.05")
+
 
 def figure(value: float | None) -> str:
     """Write a number with three significant figures."""
@@ -45,6 +47,7 @@ def summary_text(payload: Payload) -> str:
         "drift (nats)\n"
         + aligned([[label, figure(payload[name])] for name, label in DRIFT_ROWS if payload.get(name) is not None]),
         _acceptance(payload),
+        _lengths(payload),
         _gates(payload),
         _where(payload),
         _advice(payload),
@@ -61,6 +64,14 @@ def _acceptance(payload: Payload) -> str:
     held = payload["bound_if_threshold_held"]
     rows = [["the paper's gates", "accepted", "bound if it held"]]
     rows += [[name, f"{kept:.1%}", figure(held.get(name))] for name, kept in payload["acceptance"].items()]
+    return aligned(rows)
+
+
+def _lengths(payload: Payload) -> str:
+    rows = [["rejected by length", "sequences", *LENGTH_ARMS]]
+    for row in payload["rejected_by_length"]:
+        rejected = [f"{row['rejected'][arm]:.1%}" for arm in LENGTH_ARMS]
+        rows.append([row["length"], f"{row['num_sequences']:,}", *rejected])
     return aligned(rows)
 
 

@@ -212,7 +212,7 @@ class Tracker:
         state = self._note(state_file, state, sending=len(entries))
         rejected: list[str] = []
         for _, metrics in batches(waiting):
-            rejected += send(self.client, state.run_id, metrics)
+            rejected += send(self.client, state.run_id, without(metrics, known))
         if rejected:
             state = self._note(state_file, state, rejected=sorted({*state.rejected, *rejected}))
         return waiting, state

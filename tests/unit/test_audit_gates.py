@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 import torch
 
-from pipelines.audit.acceptance import default_gates, parse_arm
+from pipelines.audit.acceptance import default_gates, parse_arm, parse_gate
 from pipelines.audit.advice import bound_at
 from tests.unit.audit_data import audited, padded, response_mask, sample, write_jsonl
 from trm_repro.bounds import Divergences, unified_bound
@@ -25,8 +25,9 @@ NUM_TOKENS = int(STATISTICS.response_mask.sum())
 @pytest.fixture(scope="module")
 def payload(tmp_path_factory):
     path = write_jsonl(tmp_path_factory.mktemp("audit") / "rollouts.jsonl", ROWS)
-    gates = [("sequence_mis:low=0,high=3", "sequence_mis", {"low": 0.0, "high": 3.0})]
-    return audited(path, gates=gates, arms=[parse_arm("trm_max_0.3"), parse_arm("trm_max_0.5_avg_0.05")])
+    return audited(
+        path, gates=[parse_gate("icepop:high=1.2")], arms=[parse_arm("trm_max_0.3"), parse_arm("trm_max_0.5_avg_0.05")]
+    )
 
 
 def test_arms_of_the_paper_agree_with_the_registry(payload):
@@ -48,11 +49,12 @@ def test_every_gate_of_the_registry_is_applied_as_it_is(payload):
         "none", "trm_max", "trm_avg", "trm_max_avg", "ln_trm", "ser", "random", "length_matched",
     } == set(GATE_SPECS)  # fmt: skip
     for name, row in payload["gates"].items():
-        gate, spec = name.partition(":")[0], GATE_SPECS[name.partition(":")[0]]
+        _, gate, thresholds = parse_gate(name)
+        spec = GATE_SPECS[gate]
         if "not_applied" in row:
             assert not spec.needs <= STATISTICS.available
             continue
-        mask = gate_mask(gate, STATISTICS, **({"low": 0.0, "high": 3.0} if ":" in name else {}))
+        mask = gate_mask(gate, STATISTICS, **thresholds)
         if spec.level == "sequence":
             assert row["sequence_fraction"] == pytest.approx(float(mask.double().mean())), name
             continue

@@ -54,6 +54,7 @@ def test_largest_values_are_exact_and_quantiles_within_the_stated_error(payload)
 def test_chi_square_and_effective_sample_sizes(payload):
     ratio, sequence_ratio = np.exp(FLAT), np.exp([x.sum() for x in X])
     assert payload["chi_square"] == pytest.approx((ratio**2).mean() - 1, rel=1e-9)
+    assert payload["chi_square_sequence"] == pytest.approx((sequence_ratio**2).mean() - 1, rel=1e-9)
     assert payload["ess_token_fraction"] == pytest.approx(ratio.mean() ** 2 / (ratio**2).mean(), rel=1e-12)
     expected = sequence_ratio.sum() ** 2 / (sequence_ratio**2).sum() / len(X)
     assert payload["ess_sequence_fraction"] == pytest.approx(expected, rel=1e-9)

@@ -305,3 +305,16 @@ def test_the_documented_table_is_the_registry():
     text = (Path(__file__).resolve().parents[2] / "docs" / "masks.md").read_text(encoding="utf-8")
     table = text.partition("<!-- gates -->\n")[2].partition("<!-- end of gates -->")[0]
     assert table.strip() == gate_table().strip()
+
+
+def test_what_lies_on_a_threshold_is_kept():
+    even = statistics([[1.0, 1.0]])
+    for name in ("sequence_mis", "geometric", "icepop"):
+        assert kept_sequences(gate_mask(name, even, low=1.0, high=1.0)).tolist() == [True]
+    drifted = TokenStatistics(
+        log_ratio=torch.tensor([[-0.5, -0.5]]),
+        response_mask=torch.ones(1, 2, dtype=torch.bool),
+        advantages=torch.tensor([-1.0]),
+    )
+    assert gate_mask("opsm", drifted, threshold=0.5).tolist() == [True]
+    assert gate_mask("opsm", drifted, threshold=0.499).tolist() == [False]

@@ -1,0 +1,120 @@
+"""One whole step of Qwen3-8B on one of eight ranks, with tensors that have shapes and no memory.
+
+A fake process group stands for the other ranks and a fake tensor mode for the GPU, so that this runs without weights, in
+seconds. Prints JSON: shapes, dtypes, shard sizes and bytes by category. `python -m tests.fake_8b [LAYERS] [TOKENS]`.
+"""
+
+import json
+import sys
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor
+from torch.testing._internal.distributed.fake_pg import FakeStore
+from transformers import AutoModelForCausalLM
+
+from tests.conftest import ROOT
+from trm_repro.config import load_config
+from trm_repro.divergence import importance_ratio, log_ratio
+from trm_repro.masks import sequence_mask
+from trm_repro.policy import Policy, model_config
+from trm_repro.sharding import prepare_policy, shard_policy
+from trm_repro.vocab import HiddenRollout, TokenStatistics, token_objective, token_statistics
+from trm_repro.vocab import gradients as gradients_module
+from trm_repro.vocab.chunks import write_logits
+
+NUM_RANKS = 8
+SEQUENCES = 4
+
+
+class OneVersion(HiddenRollout):
+    """Rollouts of one weight version; which version a token has cannot be asked of a tensor without values."""
+
+    def write_logits(self, out: Tensor, chunk: slice) -> None:
+        """As `HiddenRollout.write_logits`, with the one head there is."""
+        write_logits(out, self.hidden[chunk], self.heads[0])
+
+
+class FixedShapes(Policy):
+    """A policy whose tokens to score are all positions: masks of unknown content would give unknown shapes."""
+
+    def forward(self, input_ids: Tensor, token_ids: Tensor, rollout: HiddenRollout | None, objective=None):
+        """Measure against a rollout distribution, or sum an objective."""
+        hidden = self.model.model(input_ids=input_ids, use_cache=False).last_hidden_state.flatten(0, 1)
+        if objective is None:
+            return hidden, token_statistics(hidden, self.model.lm_head.weight, token_ids, rollout=rollout)
+        return hidden, token_objective(hidden, self.model.lm_head.weight, token_ids, objective)
+
+
+def num_bytes(tensors) -> int:
+    """Add up the bytes of this rank's parts."""
+    parts = [tensor.to_local() if isinstance(tensor, DTensor) else tensor for tensor in tensors]
+    return sum(part.numel() * part.element_size() for part in parts)
+
+
+def main() -> None:
+    """Run forward, divergence, mask, backward and optimizer step."""
+    paper = load_config([ROOT / "conf" / "paper.yaml"])
+    trainer = load_config(["conf/paper.yaml"], ["trainer.attention=sdpa"]).trainer
+    sizes = model_config(paper.policy)
+    sizes.num_hidden_layers = int(sys.argv[1]) if len(sys.argv) > 1 else sizes.num_hidden_layers
+    length = int(sys.argv[2]) if len(sys.argv) > 2 else 512
+    dist.init_process_group("fake", rank=0, world_size=NUM_RANKS, store=FakeStore())
+    mesh = init_device_mesh("cpu", (NUM_RANKS,))
+    found: dict[str, object] = {}
+    # On a CPU the gradients are left alone when the loss's own gradient is 1, which a tensor without a value cannot say.
+    gradients_module._scaled = lambda gradient, scale: gradient if scale is None else gradient * scale
+    with FakeTensorMode(allow_non_fake_inputs=True):
+        model = AutoModelForCausalLM.from_config(sizes, dtype=torch.float32, attn_implementation="sdpa")
+        policy = FixedShapes(model)
+        prepare_policy(policy, trainer)
+        policy.is_packing = False
+        found["parameters"] = sum(weight.numel() for weight in policy.parameters())
+        shard_policy(policy, trainer, mesh)
+        optimizer = torch.optim.AdamW(policy.parameters(), lr=paper.update.learning_rate)
+        found["local_parameters"] = num_bytes(policy.parameters()) // 4
+        found["masters_bytes"] = num_bytes(policy.parameters())
+
+        input_ids = torch.zeros(SEQUENCES, length, dtype=torch.long)
+        token_ids = torch.zeros(SEQUENCES * length, dtype=torch.long)
+        rollout = OneVersion(
+            hidden=torch.zeros(SEQUENCES * length, sizes.hidden_size, dtype=torch.bfloat16),
+            versions=torch.zeros(SEQUENCES * length, dtype=torch.long),
+            heads={0: torch.zeros(sizes.vocab_size, sizes.hidden_size, dtype=torch.bfloat16)},
+        )
+        with torch.no_grad():
+            hidden, statistics = policy(input_ids, token_ids, rollout)
+        assert isinstance(statistics, TokenStatistics)
+        found["hidden"] = [list(hidden.shape), str(hidden.dtype)]
+        found["kl"] = [list(statistics.kl.shape), str(statistics.kl.dtype)]
+        response_mask = torch.ones(SEQUENCES, length, dtype=torch.bool)
+        keep = sequence_mask(statistics.kl.view(SEQUENCES, length), response_mask, max_threshold=0.05)
+        found["mask"] = [list(keep.shape), str(keep.dtype)]
+
+        weights = keep.repeat_interleave(length).float()
+        rollout_logprobs = statistics.rebuilt_logprobs
+
+        def objective(logprobs: Tensor, which: slice) -> Tensor:
+            return weights[which] * importance_ratio(log_ratio(logprobs, rollout_logprobs[which]))
+
+        _, (total, logprobs) = policy(input_ids, token_ids, None, objective)
+        found["logprobs"] = [list(logprobs.shape), str(logprobs.dtype)]
+        (-total / SEQUENCES).backward()
+        gradients = [weight.grad for weight in policy.parameters()]
+        found["without_gradient"] = sum(gradient is None for gradient in gradients)
+        found["gradient_dtypes"] = sorted({str(gradient.dtype) for gradient in gradients})
+        found["gradients_bytes"] = num_bytes(gradients)
+        optimizer.step()
+        states = [value for state in optimizer.state.values() for name, value in state.items() if name != "step"]
+        found["optimizer_bytes"] = num_bytes(states)
+        layer = policy.model.model.layers[0].mlp.up_proj.weight
+        found["up_proj_shard"] = [list(layer.to_local().shape), str(layer.dtype)]
+    dist.destroy_process_group()
+    sys.stdout.write(json.dumps(found) + "\n")
+
+
+if __name__ == "__main__":
+    main()
