@@ -1,7 +1,7 @@
 """One whole step of Qwen3-8B on one of eight ranks, with tensors that have shapes and no memory.
 
-A fake process group stands for the other ranks and a fake tensor mode for the GPU, so that this runs without weights, in
-seconds. Prints JSON: shapes, dtypes, shard sizes and bytes by category. `python -m tests.fake_8b [LAYERS] [TOKENS]`.
+A fake process group stands for the other ranks and a fake tensor mode for the GPU, so that this runs without weights,
+in seconds. Prints JSON: shapes, dtypes, shard sizes and bytes by category. `python -m tests.fake_8b [LAYERS] [TOKENS]`.
 """
 
 import json
@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
-from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor
 from torch.testing._internal.distributed.fake_pg import FakeStore
 from transformers import AutoModelForCausalLM
@@ -55,63 +55,73 @@ def num_bytes(tensors) -> int:
     return sum(part.numel() * part.element_size() for part in parts)
 
 
-def main() -> None:
-    """Run forward, divergence, mask, backward and optimizer step."""
-    paper = load_config([ROOT / "conf" / "paper.yaml"])
-    trainer = load_config(["conf/paper.yaml"], ["trainer.attention=sdpa"]).trainer
+def build(num_layers: int | None, mesh: DeviceMesh) -> FixedShapes:
+    """Build the policy of conf/paper.yaml and share it over the ranks."""
+    paper = load_config([ROOT / "conf" / "paper.yaml"], ["trainer.attention=sdpa", "trainer.packing=false"])
     sizes = model_config(paper.policy)
-    sizes.num_hidden_layers = int(sys.argv[1]) if len(sys.argv) > 1 else sizes.num_hidden_layers
-    length = int(sys.argv[2]) if len(sys.argv) > 2 else 512
+    sizes.num_hidden_layers = num_layers or sizes.num_hidden_layers
+    model = AutoModelForCausalLM.from_config(sizes, dtype=torch.float32, attn_implementation="sdpa")
+    policy = FixedShapes(model)
+    prepare_policy(policy, paper.trainer)
+    shard_policy(policy, paper.trainer, mesh)
+    return policy
+
+
+def run_step(policy: FixedShapes, length: int) -> dict[str, object]:
+    """Run forward, divergence, mask, backward and optimizer step; returns what they made."""
+    sizes = policy.model.config
+    num_tokens = SEQUENCES * length
+    optimizer = torch.optim.AdamW(policy.parameters(), lr=1e-6)
+    input_ids = torch.zeros(SEQUENCES, length, dtype=torch.long)
+    token_ids = torch.zeros(num_tokens, dtype=torch.long)
+    rollout = OneVersion(
+        hidden=torch.zeros(num_tokens, sizes.hidden_size, dtype=torch.bfloat16),
+        versions=torch.zeros(num_tokens, dtype=torch.long),
+        heads={0: torch.zeros(sizes.vocab_size, sizes.hidden_size, dtype=torch.bfloat16)},
+    )
+    with torch.no_grad():
+        hidden, statistics = policy(input_ids, token_ids, rollout)
+    assert isinstance(statistics, TokenStatistics)
+    response_mask = torch.ones(SEQUENCES, length, dtype=torch.bool)
+    keep = sequence_mask(statistics.kl.view(SEQUENCES, length), response_mask, max_threshold=0.05)
+    weights, rollout_logprobs = keep.repeat_interleave(length).float(), statistics.rebuilt_logprobs
+
+    def objective(logprobs: Tensor, which: slice) -> Tensor:
+        return weights[which] * importance_ratio(log_ratio(logprobs, rollout_logprobs[which]))
+
+    _, (total, logprobs) = policy(input_ids, token_ids, None, objective)
+    (-total / SEQUENCES).backward()
+    gradients = [weight.grad for weight in policy.parameters()]
+    optimizer.step()
+    states = [value for state in optimizer.state.values() for name, value in state.items() if name != "step"]
+    layer = policy.model.model.layers[0].mlp.up_proj.weight
+    shapes = {
+        "hidden": hidden,
+        "kl": statistics.kl,
+        "mask": keep,
+        "logprobs": logprobs,
+        "up_proj_shard": layer.to_local(),
+    }
+    return {name: [list(value.shape), str(value.dtype)] for name, value in shapes.items()} | {
+        "parameters": sum(weight.numel() for weight in policy.parameters()),
+        "local_parameters": num_bytes(policy.parameters()) // 4,
+        "masters_bytes": num_bytes(policy.parameters()),
+        "without_gradient": sum(gradient is None for gradient in gradients),
+        "gradient_dtypes": sorted({str(gradient.dtype) for gradient in gradients}),
+        "gradients_bytes": num_bytes(gradients),
+        "optimizer_bytes": num_bytes(states),
+    }
+
+
+def main() -> None:
+    """Print what one step makes."""
+    words = [int(word) for word in sys.argv[1:]]
     dist.init_process_group("fake", rank=0, world_size=NUM_RANKS, store=FakeStore())
-    mesh = init_device_mesh("cpu", (NUM_RANKS,))
-    found: dict[str, object] = {}
-    # On a CPU the gradients are left alone when the loss's own gradient is 1, which a tensor without a value cannot say.
+    # On a CPU gradients are left alone when the loss's own gradient is 1, which a tensor without a value cannot say.
     gradients_module._scaled = lambda gradient, scale: gradient if scale is None else gradient * scale
+    mesh = init_device_mesh("cpu", (NUM_RANKS,))  # has values, so it is made outside
     with FakeTensorMode(allow_non_fake_inputs=True):
-        model = AutoModelForCausalLM.from_config(sizes, dtype=torch.float32, attn_implementation="sdpa")
-        policy = FixedShapes(model)
-        prepare_policy(policy, trainer)
-        policy.is_packing = False
-        found["parameters"] = sum(weight.numel() for weight in policy.parameters())
-        shard_policy(policy, trainer, mesh)
-        optimizer = torch.optim.AdamW(policy.parameters(), lr=paper.update.learning_rate)
-        found["local_parameters"] = num_bytes(policy.parameters()) // 4
-        found["masters_bytes"] = num_bytes(policy.parameters())
-
-        input_ids = torch.zeros(SEQUENCES, length, dtype=torch.long)
-        token_ids = torch.zeros(SEQUENCES * length, dtype=torch.long)
-        rollout = OneVersion(
-            hidden=torch.zeros(SEQUENCES * length, sizes.hidden_size, dtype=torch.bfloat16),
-            versions=torch.zeros(SEQUENCES * length, dtype=torch.long),
-            heads={0: torch.zeros(sizes.vocab_size, sizes.hidden_size, dtype=torch.bfloat16)},
-        )
-        with torch.no_grad():
-            hidden, statistics = policy(input_ids, token_ids, rollout)
-        assert isinstance(statistics, TokenStatistics)
-        found["hidden"] = [list(hidden.shape), str(hidden.dtype)]
-        found["kl"] = [list(statistics.kl.shape), str(statistics.kl.dtype)]
-        response_mask = torch.ones(SEQUENCES, length, dtype=torch.bool)
-        keep = sequence_mask(statistics.kl.view(SEQUENCES, length), response_mask, max_threshold=0.05)
-        found["mask"] = [list(keep.shape), str(keep.dtype)]
-
-        weights = keep.repeat_interleave(length).float()
-        rollout_logprobs = statistics.rebuilt_logprobs
-
-        def objective(logprobs: Tensor, which: slice) -> Tensor:
-            return weights[which] * importance_ratio(log_ratio(logprobs, rollout_logprobs[which]))
-
-        _, (total, logprobs) = policy(input_ids, token_ids, None, objective)
-        found["logprobs"] = [list(logprobs.shape), str(logprobs.dtype)]
-        (-total / SEQUENCES).backward()
-        gradients = [weight.grad for weight in policy.parameters()]
-        found["without_gradient"] = sum(gradient is None for gradient in gradients)
-        found["gradient_dtypes"] = sorted({str(gradient.dtype) for gradient in gradients})
-        found["gradients_bytes"] = num_bytes(gradients)
-        optimizer.step()
-        states = [value for state in optimizer.state.values() for name, value in state.items() if name != "step"]
-        found["optimizer_bytes"] = num_bytes(states)
-        layer = policy.model.model.layers[0].mlp.up_proj.weight
-        found["up_proj_shard"] = [list(layer.to_local().shape), str(layer.dtype)]
+        found = run_step(build(words[0] if words else None, mesh), words[1] if len(words) > 1 else 512)
     dist.destroy_process_group()
     sys.stdout.write(json.dumps(found) + "\n")
 

@@ -262,7 +262,7 @@ class GateCounts:
 
 def default_gates() -> list[tuple[str, str, dict[str, float]]]:
     """List the registry's gates that are not the paper's and need no other gate's decisions, at their defaults."""
-    own = [
+    own: list[tuple[str, str, dict[str, float]]] = [
         (name, name, {})
         for name, spec in GATE_SPECS.items()
         if name not in PAPER_GATES and "reference_mask" not in spec.needs

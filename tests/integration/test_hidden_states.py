@@ -19,6 +19,7 @@ from trm_repro.sharding import policy_weights
 from trm_repro.shards import read_masks
 from trm_repro.steps import measure, surrogate_loss
 from trm_repro.tasks.chain_arithmetic import ALPHABET
+from trm_repro.vocab.chunks import CPU_CHUNK_ELEMENTS
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
 
@@ -120,7 +121,7 @@ def test_exact_divergence_over_qwen3s_vocabulary_never_holds_tokens_times_vocabu
         loss = surrogate_loss(other, batch, LossConfig(), temperature=1.0, denominator=16.0)
         loss.backward()
     assert largest.num_elements < num_tokens * QWEN3_VOCABULARY / 4
-    assert largest.num_elements <= 2**24  # one chunk of logits
+    assert largest.num_elements <= CPU_CHUNK_ELEMENTS  # one chunk of logits
     few = requests[:2]  # in a batch of another size the engine's states differ in their last bits
     known, full = (sample(engine, few, name, 12) for name in ("hidden", "full"))
     batch, rebuilt = measured(known, policy_weights(policy), other)

@@ -4,11 +4,12 @@ from pathlib import Path
 
 import pytest
 
+from pipelines.launch import train_ranks
 from pipelines.run_directory import RunDirectory
 from pipelines.session import Session, open_session, set_threads
 from pipelines.spool import SpoolEntry, read_spool
 from pipelines.train import starting_policy, train_run
-from tests.conftest import SMOKE, run_command
+from tests.conftest import SMOKE
 from trm_repro.config import RunConfig, load_arm
 from trm_repro.shards import read_rollouts
 
@@ -23,6 +24,7 @@ def run_on(session: Session, config: RunConfig, model_path: Path) -> list[SpoolE
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(900)
 def test_a_server_takes_every_weight_version_and_sampling_ahead_changes_nothing_but_time(tmp_path: Path):
     set_threads(1)
     overrides = [
@@ -55,13 +57,18 @@ def test_a_server_takes_every_weight_version_and_sampling_ahead_changes_nothing_
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(900)
 def test_a_vllm_in_each_of_two_ranks_samples_what_the_policy_holds(tmp_path: Path):
-    done = run_command(
-        *("train", SMOKE, "--arm", ARM, "num_steps=2", "policy.architecture=dense", "evaluation.every_steps=100"),
+    set_threads(1)
+    overrides = [
+        *("num_steps=2", "policy.architecture=dense", "evaluation.every_steps=100", "output.keep_shards_every=1"),
         *("trainer.devices=2", "rollout.placement=colocated", "rollout.staleness_steps=0"),
         *(f"output.dir={tmp_path / 'runs'}", f"output.warm_start_dir={tmp_path / 'warm_starts'}"),
-    )
-    assert done.returncode == 0, done.stdout + done.stderr
+    ]
+    config = load_arm(ARM, [SMOKE], overrides)
+    model_path = starting_policy(config)
+    RunDirectory(config).prepare()
+    train_ranks(config, model_path)
     run = tmp_path / "runs" / ARM / "seed_101"
     entries = [entry for entry in read_spool(run / "metrics.jsonl") if entry.kind == "train"]
     assert [entry.metrics["rollout/weight_version"] for entry in entries] == [0, 1]

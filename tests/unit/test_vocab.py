@@ -334,7 +334,7 @@ def test_the_interval_from_the_likeliest_tokens_holds_the_exact_divergence(input
 def test_chunks_cover_the_tokens_in_nearly_equal_parts():
     cpu = torch.device("cpu")
     sizes = [chunk.stop - chunk.start for chunk in chunks.token_chunks(512, 151_936, None, cpu)]
-    assert sizes == [103, 103, 103, 103, 100]  # 2^24 logits are 110 tokens
+    assert sizes == [128, 128, 128, 128]  # 20 x 2^20 logits are 138 tokens
     assert [(c.start, c.stop) for c in chunks.token_chunks(5, 10, 2, cpu)] == [(0, 2), (2, 4), (4, 5)]
     assert list(chunks.token_chunks(0, 10, None, cpu)) == []
     assert len(list(chunks.token_chunks(2, 2**30, None, cpu))) == 2  # a vocabulary too large for one token's budget
