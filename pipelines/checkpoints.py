@@ -1,7 +1,5 @@
 """Reading a run's checkpoint outside of training. Nothing in it is executed: tensors and plain values only."""
 
-import os
-import shutil
 import warnings
 from dataclasses import dataclass
 from pathlib import Path
@@ -113,46 +111,3 @@ def check_snapshots(model: nn.Module, checkpoint: Checkpoint, path: Path) -> Non
                 f"{found.get(name, 'missing')} there and {expected.get(name, 'missing')} here); give the configuration "
                 "of its run"
             )
-
-
-def replace_checkpoint(partial: Path, path: Path) -> None:
-    """Put a finished checkpoint, a file or a folder, in the place of the last one; one of the two is always whole."""
-    last = path.with_suffix(".last")
-    if path.is_dir():
-        shutil.rmtree(last, ignore_errors=True)
-        os.replace(path, last)
-    os.replace(partial, path)
-    shutil.rmtree(last, ignore_errors=True)
-
-
-def find_checkpoint(path: Path, *, is_sharded: bool) -> Path | None:
-    """Find the checkpoint a run goes on from.
-
-    Args:
-        path: the run's ``checkpoint.ckpt``.
-        is_sharded: whether the run's policy is.
-
-    Returns:
-        The path, or None where the run begins.
-
-    Raises:
-        InputError: if the checkpoint is damaged, or was written by the other kind of run.
-    """
-    last = path.with_suffix(".last")
-    if not path.exists() and last.is_dir():  # the run ended between the two renames
-        os.replace(last, path)
-    if not path.exists():
-        return None
-    if is_sharded and path.is_file():
-        raise InputError(
-            f"{path}: was written by one process with trainer.strategy=auto, and cannot go on sharded (FSDP2); set "
-            "trainer.strategy=auto and one process, or choose another output.dir"
-        )
-    if not is_sharded:
-        if path.is_dir():
-            raise InputError(
-                f"{path}: was written by a run whose policy is sharded (FSDP2); set trainer.strategy=fsdp2, with any "
-                "number of processes, or choose another output.dir"
-            )
-        read_checkpoint(path)  # a damaged one is named before anything else happens
-    return path

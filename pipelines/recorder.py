@@ -8,7 +8,8 @@ import lightning as L  # noqa: N812
 import torch
 
 from evaluation.scores import ScoredResponse, average_at_k, problem_scores, score_problems
-from pipelines.checkpoints import SNAPSHOTS, replace_checkpoint
+from pipelines.checkpoint_files import replace_checkpoint
+from pipelines.checkpoints import SNAPSHOTS
 from pipelines.run_directory import RunDirectory
 from pipelines.session import Session
 from pipelines.spool import MetricsSpool, SpoolEntry
@@ -189,7 +190,7 @@ class StepRecorder(L.Callback):
             if snapshots := trainer.datamodule.sharded_snapshots:
                 save_snapshots(partial / SNAPSHOTS, snapshots)
             if ranks.is_first():
-                replace_checkpoint(partial, self.directory.checkpoint)
+                replace_checkpoint(partial, self.directory.checkpoint, keep=self.config.output.keep_checkpoints)
             ranks.broadcast(None)
 
     def remove_old_shards(self, step: int) -> None:

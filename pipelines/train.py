@@ -14,7 +14,8 @@ from lightning.pytorch.strategies import ModelParallelStrategy
 from tqdm import tqdm
 
 from pipelines.arguments import add_arm_argument, add_config_arguments, config_from
-from pipelines.checkpoints import SNAPSHOTS, find_checkpoint
+from pipelines.checkpoint_files import find_checkpoint
+from pipelines.checkpoints import SNAPSHOTS
 from pipelines.health_monitor import HealthMonitor
 from pipelines.launch import launched_rank, train_ranks
 from pipelines.recorder import StepRecorder

@@ -116,7 +116,8 @@ def read_chunks(path: Path, wanted: Callable[[list[str]], set[str]]) -> Iterator
 
 
 def _read_parquet(path: Path, wanted: Callable[[list[str]], set[str]]) -> Iterator[RawChunk]:
-    with pq.ParquetFile(path) as file:
+    # Buffering ahead would hold the whole file's columns.
+    with pq.ParquetFile(path, pre_buffer=False, buffer_size=1 << 20) as file:
         metadata = file.metadata
         chosen = wanted(file.schema_arrow.names)
         names = [name for name in file.schema_arrow.names if name in chosen]

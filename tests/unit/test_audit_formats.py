@@ -131,7 +131,9 @@ def test_slime_lists_of_tensors_with_prompt_tokens(tmp_path):
     torch.save(data, tmp_path / "0.pt")
     payload = audited(tmp_path / "0.pt")
     check(payload, "slime")
-    assert sum(row["num_tokens"] for row in payload["where"]["token_id"]) == NUM_TOKENS
+    ids = np.concatenate([row["token_ids"] for row in ROWS])  # those of the prompt, 5 and 5, do not count
+    found = {row["bin"]: row["num_tokens"] for row in payload["where"]["token_id"]}
+    assert found == {str(i): n for i, n in enumerate(np.bincount(ids))}
 
 
 def test_skyrl_nemo_rl_and_openrlhf_names(tmp_path):

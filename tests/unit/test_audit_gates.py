@@ -4,8 +4,9 @@ import numpy as np
 import pytest
 import torch
 
-from pipelines.audit.acceptance import default_gates, parse_arm, parse_gate
-from pipelines.audit.advice import bound_at
+from pipelines.audit.acceptance import Counts, default_gates, parse_arm, parse_gate
+from pipelines.audit.advice import advise, bound_at
+from pipelines.audit.statistics import Sequences
 from tests.unit.audit_data import audited, padded, response_mask, sample, write_jsonl
 from trm_repro.bounds import Divergences, unified_bound
 from trm_repro.errors import InputError
@@ -96,6 +97,17 @@ def test_where_a_bound_below_1_leaves_room_the_largest_such_threshold_is_advised
     advice = audited(path)["advice"]["trm_max"]
     assert advice["floor"] < advice["ceiling"] == advice["advised"]
     assert advice["bound"] == pytest.approx(1.0, abs=1e-6)
+
+
+def test_a_value_at_a_threshold_is_kept_and_70_percent_is_not_above_70_percent():
+    ones = np.ones(10)
+    sequences = Sequences(np.ones(10, dtype=np.int64), *([ones] * 6))
+    counts = Counts([parse_arm("trm_max_1")])
+    counts.add(sequences)
+    assert counts.acceptance(0) == {"trm_max_1": 1.0}
+    assert dict(counts.sweep("max", 0))[1.0] == 1.0
+    assert advise(counts, 4, 10)["trm_max"]["floor"] == 1.0  # 10 of 14
+    assert advise(counts, 5, 10)["trm_max"]["advised"] is None  # 10 of 15
 
 
 def test_both_advised_thresholds_together_keep_70_percent(payload):

@@ -4,7 +4,6 @@ from pathlib import Path
 
 import pytest
 
-from pipelines.checkpoints import find_checkpoint, replace_checkpoint
 from pipelines.launch import check_launch
 from pipelines.run_directory import RunDirectory
 from trm_repro.config import CONF_DIR, load_config
@@ -65,36 +64,6 @@ def test_a_run_goes_on_with_another_number_of_processes_but_not_with_another_ari
     RunDirectory(load_config([], [*common, *two])).prepare()
     with pytest.raises(InputError, match=r"trainer.packing is False there and True here"):
         RunDirectory(load_config([], [*common, "trainer.packing=true"])).prepare()
-
-
-def test_a_checkpoint_folder_takes_the_place_of_the_last_one(tmp_path: Path):
-    path, partial = tmp_path / "checkpoint.ckpt", tmp_path / "checkpoint.partial"
-    for text in ("first", "second"):
-        partial.mkdir()
-        (partial / "shard").write_text(text)
-        replace_checkpoint(partial, path)
-        assert (path / "shard").read_text() == text
-    assert sorted(file.name for file in tmp_path.iterdir()) == ["checkpoint.ckpt"]
-    assert find_checkpoint(path, is_sharded=True) == path
-
-
-def test_a_run_that_ended_between_two_checkpoints_goes_on_from_the_earlier(tmp_path: Path):
-    path = tmp_path / "checkpoint.ckpt"
-    path.with_suffix(".last").mkdir()
-    assert find_checkpoint(path, is_sharded=True) == path
-    assert path.is_dir()
-    assert find_checkpoint(tmp_path / "none.ckpt", is_sharded=True) is None
-
-
-def test_a_checkpoint_of_the_other_kind_is_refused(tmp_path: Path):
-    path = tmp_path / "checkpoint.ckpt"
-    path.mkdir()
-    with pytest.raises(InputError, match=r"set trainer.strategy=fsdp2, with any number of processes"):
-        find_checkpoint(path, is_sharded=False)
-    path.rmdir()
-    path.write_bytes(b"weights")
-    with pytest.raises(InputError, match=r"written by one process with trainer.strategy=auto"):
-        find_checkpoint(path, is_sharded=True)
 
 
 def test_a_launcher_that_started_another_number_of_processes_is_told(monkeypatch):

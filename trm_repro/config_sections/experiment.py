@@ -47,6 +47,8 @@ class OutputConfig:
     """Cache of warm-started policies, by hash of what they depend on."""
     keep_shards_every: int = 10
     """Keep the rollout shard of every n-th step; the newest is always kept."""
+    keep_checkpoints: int = 2
+    """Newest checkpoints kept; a damaged one is left out for the one before it."""
     checkpoint_every_steps: int = 1
     """Steps between two checkpoints; after the last step there is always one."""
 
@@ -57,6 +59,7 @@ class OutputConfig:
             require(path.strip() != "" and path.isprintable(), f"output.{name}", "a path of printable text", path)
         require_at_least("output", 1, keep_shards_every=self.keep_shards_every)
         require_at_least("output", 1, checkpoint_every_steps=self.checkpoint_every_steps)
+        require_at_least("output", 1, keep_checkpoints=self.keep_checkpoints)
 
 
 @dataclass(frozen=True, kw_only=True)
