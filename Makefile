@@ -38,8 +38,13 @@ reproduce: setup ## re-run the paper in miniature: every arm, figures, report (2
 report: setup ## draw the figures and write the report again, from MLflow
 	@$(BIN)/trm-repro report $(ARGS)
 
-test: setup ## run the tests
+test: setup ## run the tests: the quick ones on every core, then those with engines, servers and browsers
+ifeq ($(ARGS),)
+	@$(BIN)/python -m pytest --numprocesses auto --dist loadfile tests/unit
+	@$(BIN)/python -m pytest tests/integration tests/gpu
+else
 	@$(BIN)/python -m pytest $(ARGS)
+endif
 
 check: setup ## lint, types, import rules
 	@$(BIN)/ruff check .

@@ -5,6 +5,7 @@ the command once per rank already, as on several machines, each process is its r
 """
 
 import logging
+import multiprocessing
 import os
 import sys
 from collections.abc import Mapping, Sequence
@@ -126,7 +127,7 @@ def _train_rank(
     from pipelines.worker import die_with_parent
     from trm_repro import ranks
 
-    if sys.argv[0] == "-c" or launched_rank() is None:
+    if multiprocessing.parent_process() is not None:
         die_with_parent()
     set_threads(config.num_threads)
     if config.trainer.accelerator == "gpu":

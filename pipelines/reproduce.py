@@ -260,7 +260,11 @@ class Pool:
         context = multiprocessing.get_context("spawn")
         ours, theirs = context.Pipe()
         log_file = Path(self.config.output.dir) / "logs" / f"worker_{number}.log"
-        process = context.Process(target=worker_main, args=(theirs, log_file), daemon=True, name=f"worker_{number}")
+        # A daemon could not start the ranks of a sharded policy; a worker ends with this process either way.
+        is_daemon = not self.config.trainer.is_sharded
+        process = context.Process(
+            target=worker_main, args=(theirs, log_file), daemon=is_daemon, name=f"worker_{number}"
+        )
         process.start()
         theirs.close()
         return Worker(process=process, connection=ours)

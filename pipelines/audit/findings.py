@@ -103,8 +103,8 @@ class Signatures:
 
     def findings(self, drift: dict[str, Any], reading: Reading) -> list[Finding]:
         """List what is found, the gravest first."""
-        if not self.num_tokens:
-            return []
+        if not self.num_tokens:  # nothing to read, or a quick audit, which looks for no signature
+            return self._reading_notes(reading, drift)
         checks = (
             self._scale(),
             self._copy(),

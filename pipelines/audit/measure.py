@@ -143,6 +143,7 @@ def _payload(
             if "max" in arm.limits
         },
     }
+    payload["findings"] = [finding.row() for finding in signatures.findings(summary, reading)]
     if gate_counts is not None:
         share = gate_counts.num_sequences / max(1, drift.num_sequences)
         payload["gates"] = gate_counts.summary(num_lost * share, lost_tokens * share)
@@ -150,7 +151,6 @@ def _payload(
     if not request.is_quick:
         payload["where"] = slices.summary()
         payload["bounds"] = bounds_of(summary, slices.kl_profile, drift.num_sequences, length)
-        payload["findings"] = [finding.row() for finding in signatures.findings(summary, reading)]
     return payload
 
 

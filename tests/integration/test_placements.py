@@ -63,6 +63,7 @@ def test_a_vllm_in_each_of_two_ranks_samples_what_the_policy_holds(tmp_path: Pat
     overrides = [
         *("num_steps=2", "policy.architecture=dense", "evaluation.every_steps=100", "output.keep_shards_every=1"),
         *("trainer.devices=2", "rollout.placement=colocated", "rollout.staleness_steps=0"),
+        "update.num_updates_per_rollout=1",  # so that every sequence is measured by the policy that sampled it
         *(f"output.dir={tmp_path / 'runs'}", f"output.warm_start_dir={tmp_path / 'warm_starts'}"),
     ]
     config = load_arm(ARM, [SMOKE], overrides)

@@ -60,6 +60,13 @@ def test_quick_leaves_out_what_takes_longest_and_agrees_on_the_rest(tmp_path):
     assert quick["ppl_gap"] == full["ppl_gap"]
 
 
+def test_a_quick_audit_still_says_what_it_left_out(tmp_path, capsys):
+    path = write_jsonl(tmp_path / "rollouts.jsonl", sample(3))
+    path.write_text(path.read_text() + "no json\n")
+    assert main(["audit", str(path), "--quick", "--skip-bad"]) == 0
+    assert "! 1 bad rows were left out" in capsys.readouterr().out
+
+
 def test_folders_and_globs_are_read_in_order(tmp_path):
     rows = sample(20)
     (tmp_path / "dump").mkdir()

@@ -1,6 +1,7 @@
 """`trm-repro study`: reading a study, its commands, and the tables it collects."""
 
 import csv
+import dataclasses
 import json
 from pathlib import Path
 
@@ -22,8 +23,8 @@ def write(tmp_path: Path, text: str) -> Path:
 
 def test_every_run_of_the_shipped_study_has_a_valid_configuration(tmp_path: Path):
     shared, cells = study.read_study(CONF_DIR / "study.yaml")
-    runs = [directory for cell in cells for directory in study.cell_runs(cell, shared, tmp_path)]
-    assert len({directory.path for directory in runs}) == len(runs) > 0
+    for cell in cells:
+        assert list(study.cell_runs(dataclasses.replace(cell, seeds=cell.seeds[:1]), shared, tmp_path))
 
 
 @pytest.mark.parametrize(

@@ -19,7 +19,7 @@ class RolloutConfig:
     engine: Literal["vllm", "transformers"] = "vllm"
     """Inference engine."""
     placement: Literal["in_process", "colocated", "server"] = "in_process"
-    """in_process: in the trainer's first process; colocated: a vLLM in each; server: vLLM's OpenAI-compatible server."""
+    """in_process: in the trainer's first process; colocated: a vLLM in each; server: vLLM's OpenAI-compatible one."""
     server_urls: tuple[str, ...] = ()
     """placement server: base URLs of servers that run already; empty starts one on 127.0.0.1."""
     weight_transfer: Literal["file", "nccl"] = "file"
