@@ -127,7 +127,7 @@ class RunConfig:
         require(
             not (self.mask.has_exact_max or self.mask.has_exact_avg) or self.rollout.distribution != "sampled",
             "rollout.distribution",
-            "full, hidden or top_k for a mask on exact divergences (or set mask.max_estimator=k2, mask.avg_estimator=k3)",
+            "full, hidden or top_k for a mask on exact divergences (or mask.max_estimator=k2, mask.avg_estimator=k3)",
             self.rollout.distribution,
         )
         self._check_gate()

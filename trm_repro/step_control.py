@@ -48,7 +48,8 @@ def bound_step(
     """Shrink the step just taken until the divergence is within the limit, or undo it.
 
     Step j tries ``before + 2^-j (after - before)``. It is taken when ``divergence() <= max(limit, GROWTH *
-    divergence_before)``; a divergence that is not finite is too large. Optimizer states stay as the whole step left them.
+    divergence_before)``; a divergence that is not finite is too large. Optimizer states stay as the whole step left
+    them.
 
     Args:
         module: holds the weights after the step.

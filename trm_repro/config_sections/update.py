@@ -58,7 +58,7 @@ class UpdateConfig:
     max_gradient_norm: float = 1.0
     """Gradients are scaled down to this global norm."""
     step_limit: float | None = None
-    """Largest mean divergence from the rollout policy that a step may leave on what it learned from, nats; null: any."""
+    """Largest mean divergence from the rollout policy, nats, a step may leave on what it learned from; null: any."""
     step_halvings: int = 6
     """Times a step above step_limit is halved before it is undone."""
     num_updates_per_rollout: int = 4
