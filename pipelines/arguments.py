@@ -6,13 +6,13 @@ from trm_repro.config import RunConfig, load_arm, load_config
 from trm_repro.errors import InputError
 
 
-def add_config_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add ``[CONFIG ...] [key=value ...]``."""
+def add_config_arguments(parser: argparse.ArgumentParser, *, default: str = "the miniature") -> None:
+    """Add ``[CONFIG ...] [key=value ...]``; ``default`` names what the command takes without any."""
     parser.add_argument(
         "settings",
         nargs="*",
         metavar="CONFIG | key=value",
-        help="YAML files and overrides, such as conf/smoke.yaml update.learning_rate=0.1; default: the miniature",
+        help=f"YAML files and overrides, such as conf/smoke.yaml update.learning_rate=0.1; default: {default}",
     )
 
 

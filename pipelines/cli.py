@@ -11,22 +11,22 @@ from trm_repro.errors import FaultError, InputError
 COMMANDS = {
     "reproduce": "run every arm with every seed, then draw the figures and write the report",
     "train": "train one arm with one seed",
+    "report": "draw figures and write the report from MLflow",
+    "compare": "print runs' curves side by side, from any MLflow store",
+    "sync": "send to MLflow the points that wait in a folder's spools",
+    "study": "run the cells of a study, each a reproduce of its own, and collect what every run did",
+    "audit": "measure the mismatch in anybody's rollout dump, and what each gate would keep",
+    "regate": "replay a stored run under any gate: acceptance, gradient mass, bias, per step",
+    "lengths": "measure how each gate's rejection grows with response length (the paper's Table 2)",
+    "bounds": "print the paper's bounds and ours, Table 1 among them",
+    "evaluate": "score a policy on held-out problems or on a file such as AIME25",
+    "grade": "grade responses in a file of {gold, response} lines, and print why",
     "rollout": "sample one step's rollouts from a policy and write a shard",
     "mask": "score a shard with a policy and write the masks of its first update",
     "update": "train one step on a shard and write masks and the new policy",
-    "evaluate": "score a policy on held-out problems or on a file such as AIME25",
-    "grade": "grade responses in a file of {gold, response} lines, and print why",
-    "study": "run the cells of a study, each a reproduce of its own, and collect what every run did",
-    "report": "draw figures and write the report from MLflow",
-    "regate": "replay a stored run under any gate: acceptance, gradient mass, bias, per step",
-    "compare": "print runs' curves side by side, from any MLflow store",
-    "sync": "send to MLflow the points that wait in a folder's spools",
-    "lengths": "measure how each gate's rejection grows with response length (the paper's Table 2)",
+    "config": "print a configuration in full, each key with its meaning",
     "plan": "print memory, operations, storage and time of a run on GPUs before it is started",
     "doctor": "check GPUs, versions, disk, memory, hub, tracking server and ports",
-    "config": "print a configuration in full, each key with its meaning",
-    "audit": "measure the mismatch in anybody's rollout dump, and what each gate would keep",
-    "bounds": "print the paper's bounds and ours, Table 1 among them",
 }
 
 
@@ -49,7 +49,9 @@ def main(argv: list[str] | None = None) -> int:
     """
     words = list(sys.argv[1:] if argv is None else argv)
     parser = Parser(
-        prog="trm-repro", description="Reproduce, audit and build on Trust Region Masking (arXiv 2512.23075)."
+        prog="trm-repro",
+        description="Reproduce, audit and build on Trust Region Masking (arXiv 2512.23075).",
+        formatter_class=argparse.RawTextHelpFormatter,
     )
     parser.add_argument("--version", action="version", version=f"trm-repro {__version__}")
     parser.add_argument("command", choices=COMMANDS, metavar="COMMAND", help=_command_list())
@@ -79,7 +81,8 @@ def _fail(message: str, code: int) -> int:
 
 
 def _command_list() -> str:
-    return "; ".join(f"{name}: {meaning}" for name, meaning in COMMANDS.items())
+    width = max(map(len, COMMANDS))
+    return "\n".join(["one of", *(f"{name:<{width}}  {meaning}" for name, meaning in COMMANDS.items())])
 
 
 if __name__ == "__main__":

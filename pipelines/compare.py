@@ -42,9 +42,10 @@ def configure(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     """Run the command."""
-    from pipelines.tracking import read_histories, select_runs, tracking_uri
+    from pipelines.tracking import check_store, read_histories, select_runs, tracking_uri
 
     uri = arguments.uri or tracking_uri(RunConfig())
+    check_store(uri)  # SQLite would make an empty one
     runs = select_runs(uri, arguments.experiment, arguments.runs)
     there = {name for run in runs for name in run.metrics}
     unknown = [name for name in arguments.metric or [] if name not in there]

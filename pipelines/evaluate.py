@@ -27,6 +27,7 @@ if TYPE_CHECKING:
     from trm_repro.tasks import DatasetReport, Problem, Task
 
 HELP = "score a policy on held-out problems or on a data set such as AIME25; goes on where it was"
+MANY_CUT_OFF = 0.5  # share of answers above which the length limit decides the score
 MAX_ROWS_SHOWN = 60
 
 
@@ -277,6 +278,11 @@ def _finish(
     }
     if greedy:
         scores["greedy"] = average_at_k(grade_answers(task, greedy))
+    if summary.truncated_fraction.mean > MANY_CUT_OFF:
+        sys.stderr.write(
+            f"trm-repro: {summary.truncated_fraction.mean:.0%} of the answers were cut off and so count as wrong; "
+            f"raise evaluation.max_response_tokens, now {config.evaluation.max_response_tokens}\n"
+        )
     file = folder.write_scores(scores, scored, config.evaluation.grading, out or folder.path)
     if config.evaluation.task != "chain_arithmetic":
         sys.stderr.write(f"{problem_table(summary.problems[:MAX_ROWS_SHOWN])}\n")

@@ -37,6 +37,7 @@ def run(arguments: argparse.Namespace) -> int:
     from trm_repro.errors import InputError
     from trm_repro.shards import check_folder
 
+    arguments.settings = [*_own_configuration(arguments.checkpoint), *arguments.settings]
     config = config_from(arguments)
     check_folder(arguments.out)
     if not config.evaluation.length_operands:
@@ -45,6 +46,12 @@ def run(arguments: argparse.Namespace) -> int:
     write_length_table(config, arguments.checkpoint, arguments.out)
     sys.stdout.write((arguments.out / "table_2.md").read_text(encoding="utf-8"))
     return 0
+
+
+def _own_configuration(checkpoint: Path | None) -> list[str]:
+    """Name the configuration beside a run's checkpoint: its seed, task and policy are those to measure."""
+    file = None if checkpoint is None else checkpoint.parent / "config.yaml"
+    return [str(file)] if file is not None and file.is_file() else []
 
 
 def write_length_table(config: "RunConfig", checkpoint: Path | None, folder: Path) -> None:
@@ -135,7 +142,9 @@ def _sample(config: "RunConfig", checkpoint_file: Path | None) -> "tuple[list[Le
     from trm_repro.steps import gate
 
     checkpoint = None if checkpoint_file is None else read_checkpoint(checkpoint_file)
-    model_path = starting_policy(config, show_progress=True)
+    trained = None if checkpoint_file is None else checkpoint_file.parent / "policy"
+    is_trained = trained is not None and (trained / "config.json").is_file()
+    model_path = trained if trained is not None and is_trained else starting_policy(config, show_progress=True)
     module = build_module(config, model_path, None)
     module.configure_model()
     sizes = config.evaluation.length_operands

@@ -42,7 +42,7 @@ SUGGESTIONS = {
 
 def configure(parser: argparse.ArgumentParser) -> None:
     """Add the command's arguments."""
-    add_config_arguments(parser)
+    add_config_arguments(parser, default="conf/paper.yaml")
     add_arm_argument(parser)
     parser.add_argument("--gpu", choices=sorted(GPUS), default="h100-80gb", help="kind of GPU; default: h100-80gb")
     parser.add_argument("--gpus", type=int, help="number of GPUs; default: trainer.num_nodes x trainer.devices")
@@ -134,7 +134,7 @@ class Plan:
             "",
             f"{'stage':<10}{'operations':>12}{'GB read':>12}{'seconds':>10}",
             *(
-                f"{cost.stage:<10}{cost.flops:12.2e}{cost.bytes_read / 1e9:12.0f}{cost.seconds:10.1f}"
+                f"{cost.stage:<10}{cost.flops:12.2e}{cost.bytes_read / 1e9:12,.0f}{cost.seconds:10.1f}"
                 for cost in self.costs
             ),
             f"{'step':<34}{self.step_seconds:10.1f}",

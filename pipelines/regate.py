@@ -67,7 +67,8 @@ def run(arguments: argparse.Namespace) -> int:
     draw_regating(rows).savefig(out / "regate.partial.png", dpi=150)
     (out / "regate.partial.png").replace(out / "regate.png")
     num_steps = len({row.step for row in rows})
-    sys.stdout.write(f"{regating_table(rows)}\n\nmeans over {num_steps} steps, {len(updates)} updates; files: {out}\n")
+    scope = f"means over the {num_steps} steps whose shards were kept, {len(updates)} updates"
+    sys.stdout.write(f"{regating_table(rows)}\n\n{scope}; files: {out}\n")
     return 0
 
 

@@ -12,7 +12,15 @@ from mlflow.entities import Run
 
 from evaluation.experiment import ExperimentRecord, RunRecord
 from pipelines.credentials import without_credentials
-from pipelines.tracking import EXPERIMENT_TAG, STORE_ERRORS, TrackingUnreachable, flatten, read_state, tracking_uri
+from pipelines.tracking import (
+    EXPERIMENT_TAG,
+    STORE_ERRORS,
+    TrackingUnreachable,
+    check_store,
+    flatten,
+    read_state,
+    tracking_uri,
+)
 from pipelines.tracking.store import connect, reason
 from trm_repro.config import CONF_DIR, RunConfig, arm_names
 from trm_repro.errors import InputError
@@ -36,9 +44,7 @@ def read_experiment(config: RunConfig, metric_names: list[str]) -> tuple[Experim
         InputError: if MLflow cannot be reached, or has no runs of this experiment.
     """
     uri, public = tracking_uri(config), without_credentials(tracking_uri(config))
-    database = Path(config.output.dir) / "mlflow.db"
-    if config.tracking.uri is None and not database.is_file():
-        raise InputError(f"{database}: no such file; run trm-repro reproduce first, or name a server by tracking.uri")
+    check_store(uri)
     try:
         return _read(config, connect(uri), public, metric_names)
     except (*STORE_ERRORS, TrackingUnreachable) as error:

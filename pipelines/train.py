@@ -28,7 +28,7 @@ from trm_repro.config_sections import MaskConfig, TrainerConfig
 from trm_repro.datamodule import RolloutDataModule
 from trm_repro.errors import InputError
 from trm_repro.module import TRMModule
-from trm_repro.policy import load_tokenizer, save_policy
+from trm_repro.policy import check_model_files, load_tokenizer, save_policy
 from trm_repro.rollout.sampler import RolloutSampler
 from trm_repro.sharding import whole_weights
 from trm_repro.steps import ReferenceUpdate
@@ -80,6 +80,7 @@ def run(arguments: argparse.Namespace) -> int:
 def starting_policy(config: RunConfig, *, show_progress: bool = False) -> Path:
     """Return the directory of the policy training starts from: policy.path, or the cached warm start."""
     if config.policy.path is not None:
+        check_model_files(config.policy.path)
         return Path(config.policy.path)
     is_cached = (warm_start_path(config) / WARM_START_REPORT).is_file()
     with tqdm(desc=f"warm start, seed {config.seed}", unit=" steps", disable=is_cached or not show_progress) as bar:

@@ -216,7 +216,7 @@ def load_arm(name: str, files: Sequence[str | Path] = (), overrides: Sequence[st
     """
     known = arm_names()
     if name not in known:
-        raise InputError(f"unknown arm {name!r}{_suggestion(name, known)}; conf/arms has {', '.join(known)}")
+        raise InputError(f"unknown arm {name!r}{_suggestion(name, known)}; the files of conf/arms are the arms")
     return load_config([*files, CONF_DIR / "arms" / f"{name}.yaml"], overrides)
 
 

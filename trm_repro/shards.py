@@ -346,7 +346,8 @@ def _bytes(value: Tensor | None) -> bytes | None:
 
 def _read(path: Path, kind: str, schema: pa.Schema, optional: Sequence[str]) -> pa.Table:
     if not path.is_file():
-        raise InputError(f"{path}: no such file; expected {kind} as Parquet")
+        reason = "is a folder; name a file in it" if path.is_dir() else "no such file"
+        raise InputError(f"{path}: {reason}; expected {kind} as Parquet")
     try:
         table = pq.read_table(path)
     except (pa.ArrowException, OSError) as error:

@@ -7,7 +7,7 @@ the names and tags.
 from pipelines.tracking.background import EXPERIMENT_FILE, BackgroundTracker, ExperimentReplay
 from pipelines.tracking.reading import TrackedRun, read_histories, select_runs
 from pipelines.tracking.state import RunState, flatten, read_state
-from pipelines.tracking.store import STORE_ERRORS, TrackingUnreachable, how_to_browse, tracking_uri
+from pipelines.tracking.store import STORE_ERRORS, TrackingUnreachable, check_store, how_to_browse, tracking_uri
 from pipelines.tracking.tracker import EXPERIMENT_TAG, Tracker
 
 __all__ = [
@@ -20,6 +20,7 @@ __all__ = [
     "TrackedRun",
     "Tracker",
     "TrackingUnreachable",
+    "check_store",
     "flatten",
     "how_to_browse",
     "read_histories",

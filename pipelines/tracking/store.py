@@ -26,6 +26,7 @@ from trm_repro.file_locks import file_lock
 SQLITE_HEADER = b"SQLite format 3\x00"
 STORE_ERRORS = (MlflowException, SQLAlchemyError, ModuleNotFoundError, OSError)
 HTTP_SCHEMES = ("http://", "https://")
+SQLITE_SCHEME = "sqlite:///"
 REJECTIONS = ("INVALID_PARAMETER_VALUE", "BAD_REQUEST")
 
 for name in ("alembic", "mlflow", "mlflow.store.db.utils", "sqlalchemy", "urllib3.connectionpool"):
@@ -110,3 +111,14 @@ def how_to_browse(uri: str) -> str:
 def is_rejection(error: BaseException) -> bool:
     """Whether MLflow answered and refused what it was sent; sending it again would not help."""
     return isinstance(error, MlflowException) and error.error_code in REJECTIONS
+
+
+def check_store(uri: str) -> None:
+    """Check that a store that is only read from is there: SQLite would make an empty one.
+
+    Raises:
+        InputError: if the URI names an SQLite file that is not there.
+    """
+    database = Path(uri.removeprefix(SQLITE_SCHEME))
+    if uri.startswith(SQLITE_SCHEME) and not database.is_file():
+        raise InputError(f"{database}: no such file; run trm-repro reproduce first, or name a store by its URI")

@@ -11,6 +11,7 @@ from tests.conftest import ROOT
 from trm_repro.config import load_config
 
 README = (ROOT / "README.md").read_text()
+IMPORT_EXAMPLE = README.split("## Import it")[1].split("\n## ")[0]
 DOCUMENTS = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
 
 
@@ -39,14 +40,13 @@ def test_every_link_to_a_file_leads_somewhere(document: Path):
 
 
 def test_every_override_shown_is_accepted():
-    for override in re.findall(r"\b([a-z_]+(?:\.[a-z_]+)*=[^\s`,]+)", README.split("## Import it")[0]):
+    for override in re.findall(r"\b([a-z_]+(?:\.[a-z_]+)*=[^\s`,]+)", README.replace(IMPORT_EXAMPLE, "")):
         if not override.startswith("ARGS="):
             load_config(overrides=[override])
 
 
 def test_library_example_runs_as_printed():
-    block = README.split("## Import it")[1].split("## Develop")[0]
-    code = "\n".join(line[4:] for line in block.splitlines() if line.startswith("    "))
+    code = "\n".join(line[4:] for line in IMPORT_EXAMPLE.splitlines() if line.startswith("    "))
     names = {
         "policy_logprobs": torch.tensor([[-1.0, -1.0], [-1.0, -1.0]]),
         "rollout_logprobs": torch.tensor([[-1.0, -1.0], [-1.0, -2.0]]),
