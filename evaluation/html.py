@@ -15,7 +15,7 @@ from markupsafe import Markup
 from evaluation.document import Document, Heading, Table, cell_of
 from evaluation.html_template import SCRIPT, STYLE, TEMPLATE
 
-_NUMBER = re.compile(r"[-+]?\d[\d.,e+-]*%?( \([^();]*\))?|")
+_NUMBER = re.compile(r"[-+]?\d[\d.,e+-]*%?( \([^();]*\))?|[-+]?inf|-|")
 _PNG, _SVG = b"\x89PNG\r\n\x1a\n", re.compile(rb"\s*(<\?xml|<!DOCTYPE svg|<svg)")
 
 
@@ -76,7 +76,9 @@ def data_uri(image: bytes) -> str:
 def _number_columns(table: Table) -> list[bool]:
     """Which columns hold numbers alone, and are set to the right."""
     columns = [[cell_of(row[index]).text for row in table.rows] for index in range(len(table.columns))]
-    return [any(texts) and all(_NUMBER.fullmatch(text) for text in texts) for texts in columns]
+    return [
+        any(text.strip("-") for text in texts) and all(_NUMBER.fullmatch(text) for text in texts) for texts in columns
+    ]
 
 
 def _anchors(document: Document) -> dict[int, str]:

@@ -69,6 +69,7 @@ td.number { min-width: 5.5rem; }
 .muted { color: var(--soft); background: var(--muted-back); }
 code, pre { font-family: ui-monospace, "SF Mono", Menlo, Consolas, "Liberation Mono", monospace; font-size: .85em; }
 td code, th code { overflow-wrap: anywhere; }
+.stacked tbody th code { overflow-wrap: break-word; }
 pre {
   overflow-x: auto; background: var(--card); border: 1px solid var(--line); border-radius: .6rem; padding: .8rem 1rem;
 }

@@ -1,7 +1,7 @@
 """`trm-repro audit PATH ...`: measure the mismatch in anybody's rollout dump, without vLLM and without a GPU.
 
 Files flow one way: sources (bytes to columns), adapters (whose names), loading (checked chunks), statistics and drift
-(numbers), acceptance, slices, findings and advice, then output, terminal and page.
+(numbers), acceptance, slices, findings and advice, then wording, output, terminal and page.
 """
 
 import argparse
@@ -54,7 +54,9 @@ def configure(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--length-limit", type=int, metavar="T", help="T of the bounds; default the longest response")
     parser.add_argument("--skip-bad", action="store_true", help="leave bad rows out and count them")
-    parser.add_argument("--quick", action="store_true", help="drift and the paper's gates alone")
+    parser.add_argument(
+        "--quick", action="store_true", help="drift and the paper's gates; signatures in the first tokens alone"
+    )
     parser.add_argument("--json", type=Path, metavar="OUT", help="write every number as JSON")
     parser.add_argument("--html", type=Path, metavar="OUT", help="write a self-contained page")
     parser.add_argument("--mlflow", metavar="URI", help="record the audit as a run of the MLflow at URI")
@@ -98,7 +100,8 @@ def run(arguments: argparse.Namespace) -> int:
     )
     payload = audit(request)
     sys.stdout.write(summary_text(payload))
-    write_outputs(payload, json_path=arguments.json, html_path=arguments.html)
+    for path in write_outputs(payload, json_path=arguments.json, html_path=arguments.html):
+        sys.stdout.write(f"wrote {path}\n")
     if arguments.mlflow is not None:
         from pipelines.tracking.audit import log_audit
 

@@ -11,10 +11,17 @@ import numpy as np
 
 from pipelines.audit.acceptance import Counts
 from pipelines.audit.statistics import Float64
+from pipelines.audit.wording import counted
 from trm_repro.bounds import Divergences, KnownLimits, every_bound, largest_delta, pinsker_tv, unified_bound
 
 TARGET = 0.7
 """Acceptance that TRM (arXiv 2512.23075v3) recommends to stay above."""
+
+MIN_SEQUENCES = 30
+"""Sequences with tokens below which no threshold is advised: 70% of fewer is known to within 17 points at best."""
+
+MISLEADING = ("log_base", "shifted", "identical", "swapped", "top_p", "temperature")
+"""Findings after which the drift is that of the data's form, so that a threshold on it means nothing."""
 
 Payload = dict[str, Any]
 
@@ -83,6 +90,32 @@ def advise(counts: Counts, num_rejected: int, length: int) -> Payload:
     }
 
 
+def withheld(num_sequences: int, codes: list[str]) -> str | None:
+    """Say why no threshold can be advised.
+
+    Args:
+        num_sequences: those with tokens.
+        codes: of the findings.
+
+    Returns:
+        One line, or None where nothing stands against advice.
+    """
+    misleading = [code for code in codes if code in MISLEADING]
+    if misleading:
+        return (
+            f"no threshold is advised: with the finding {misleading[0]} the numbers are not the mismatch; mend it first"
+        )
+    if num_sequences < MIN_SEQUENCES:
+        return f"no threshold is advised: {counted(num_sequences, 'sequence')} with tokens, {MIN_SEQUENCES} are needed"
+    return None
+
+
+def without_advice(reason: str) -> Payload:
+    """Give advice that advises nothing."""
+    none = {"advised": None, "reason": reason}
+    return {"withheld": reason, "trm_max": none, "trm_avg": none, "trm_max_avg": none}
+
+
 def bound_at(delta: float, length: int, avg: float | None = None) -> float:
     """Compute the unified bound, sharp constants, if KL stayed at delta, and on average at avg, in every context."""
     if avg is None:
@@ -103,7 +136,7 @@ def _advise_max(floor: float | None, ceiling: float, length: int) -> Payload:
         f"every threshold from {floor:.3g} keeps above {TARGET:.0%}; up to {ceiling:.3g} the unified bound at T = "
         f"{length:,} is below 1, the range of the reward; the largest that does both is advised"
         if is_both
-        else f"no threshold does both: above {TARGET:.0%} acceptance starts at {floor:.3g}, and the unified bound at T "
+        else f"no threshold keeps {TARGET:.0%} and bounds the error below 1: above {TARGET:.0%} acceptance starts at {floor:.3g}, and the unified bound at T "
         f"= {length:,} is below 1 only up to {ceiling:.3g}; the smallest that keeps enough is advised. The bound there "
         f"is {bound:,.3g}: finite, and above the reward's range, so it certifies nothing; shorten responses or reduce "
         "the mismatch for a bound that does"

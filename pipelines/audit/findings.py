@@ -13,13 +13,14 @@ import numpy as np
 
 from pipelines.audit.loading import Reading
 from pipelines.audit.statistics import Chunk, Tokens, inner_product
+from pipelines.audit.wording import counted
 
 LOG_BASES = {"log2": 1 / math.log(2), "log10": 1 / math.log(10)}
 NUM_DEVIATIONS = 5.0
 """Standard errors from which chance is ruled out."""
 
 SHIFT_TOKENS = 1 << 18
-"""Tokens looked at for a shift by one position."""
+"""Tokens looked at for a shift by one position, and for everything in a quick audit."""
 
 FULL_TOKENS, CHUNK_TOKENS = 1 << 22, 1 << 15
 """All of the first tokens are looked at, then this many of each chunk: a signature shows in any sample."""
@@ -103,14 +104,14 @@ class Signatures:
 
     def findings(self, drift: dict[str, Any], reading: Reading) -> list[Finding]:
         """List what is found, the gravest first."""
-        if not self.num_tokens:  # nothing to read, or a quick audit, which looks for no signature
+        if not self.num_tokens:
             return self._reading_notes(reading, drift)
         checks = (
             self._scale(),
             self._copy(),
             self._shift(),
             self._top_p(drift),
-            self._swap(drift),
+            self._swap(),
             self._normal(drift),
         )
         found = [finding for finding in checks if finding is not None]
@@ -208,9 +209,10 @@ class Signatures:
             "different temperatures; compare log-probs that are processed the same way",
         )
 
-    def _swap(self, drift: dict[str, Any]) -> Finding | None:
+    def _swap(self) -> Finding | None:
         n = self.num_tokens
-        k1, k1_error = drift["k1_mean"], math.sqrt(max(self.k1_square / n - drift["k1_mean"] ** 2, 0.0) / n)
+        k1 = float(self.moments[0, 1] - self.moments[0, 2]) / n  # of the tokens looked at, as the error is
+        k1_error = math.sqrt(max(self.k1_square / n - k1**2, 0.0) / n)
         mean_inverse = self.inverse / n
         inverse_error = math.sqrt(max(self.inverse_square / n - mean_inverse**2, 0.0) / n)
         is_negative = k1 < -NUM_DEVIATIONS * k1_error and k1 < -1e-6
@@ -250,18 +252,29 @@ class Signatures:
             found.append(Finding("mixed_dtypes", "note", f"log-probs are of types {', '.join(sorted(reading.dtypes))}"))
         for code, message in sorted(reading.notes.items()):
             found.append(Finding(code, "note", message))
-        counted = {
-            "bad_rows": "bad rows were left out",
-            "nonfinite_sequences": "sequences hold a log-prob of -inf: every gate rejects them, no mean counts them",
-            "padding_tokens": "positions of prompts and padding were left out",
-            "empty_sequences": "sequences have no token; every gate keeps them",
+        messages = {
+            "bad_rows": ("bad row was left out", "bad rows were left out"),
+            "nonfinite_sequences": (
+                "sequence holds a log-prob of -inf: every gate rejects it, no mean counts it",
+                "sequences hold a log-prob of -inf: every gate rejects them, no mean counts them",
+            ),
+            "padding_tokens": (
+                "position of prompts and padding was left out",
+                "positions of prompts and padding were left out",
+            ),
+            "empty_sequences": (
+                "sequence has no token; every gate keeps it",
+                "sequences have no token; every gate keeps them",
+            ),
         }
-        for code, message in counted.items():
+        for code, (one, many) in messages.items():
             if counts[code]:
-                found.append(Finding(code, "warning" if code == "bad_rows" else "note", f"{counts[code]:,} {message}"))
+                level = "warning" if code == "bad_rows" else "note"
+                found.append(Finding(code, level, counted(counts[code], one, many)))
         if drift["num_clamped_tokens"]:
-            number = f"{drift['num_clamped_tokens']:,}"
-            found.append(Finding("clamped", "note", f"{number} log-ratios beyond +-20 were clamped before exp"))
+            one, many = (f"beyond +-20 {verb} clamped before exp" for verb in ("was", "were"))
+            message = counted(drift["num_clamped_tokens"], f"log-ratio {one}", f"log-ratios {many}")
+            found.append(Finding("clamped", "note", message))
         if reading.unused:
             found.append(Finding("unused_columns", "note", f"columns not used: {', '.join(sorted(reading.unused))}"))
         return found

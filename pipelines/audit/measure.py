@@ -6,17 +6,20 @@ import threading
 from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any, TypeVar
 
 from pipelines.audit.acceptance import DEFAULT_ARMS, Arm, Counts, GateCounts, default_gates, parse_arm
-from pipelines.audit.advice import advise, bound_at, bounds_of
+from pipelines.audit.advice import advise, bound_at, bounds_of, withheld, without_advice
 from pipelines.audit.drift import Drift
-from pipelines.audit.findings import Signatures
+from pipelines.audit.findings import SHIFT_TOKENS, Signatures
 from pipelines.audit.loading import Reading, load_file
 from pipelines.audit.own_shards import FileKind, kind_of
 from pipelines.audit.slices import Slices
 from pipelines.audit.statistics import Chunk, FutureWeights, Tokens, sequence_statistics, token_statistics
+from pipelines.audit.wording import counted
+from trm_repro import __version__
 from trm_repro.errors import InputError
 from trm_repro.gate_specs import GATE_SPECS
 
@@ -39,7 +42,7 @@ class Request:
         skip_bad: whether bad rows are left out.
         arms: arms of the paper's gates, beside the default ones.
         gates: gates of the registry with thresholds, beside the default ones.
-        is_quick: drift and the paper's gates alone.
+        is_quick: drift and the paper's gates alone, and signatures in the first tokens.
         length_limit: T of the bounds; None takes the longest response.
         shows_progress: whether to draw a bar on stderr.
     """
@@ -88,6 +91,7 @@ def audit(request: Request) -> Payload:
             counts.add(sequences)
             if not request.is_quick:
                 slices.add(chunk, tokens, sequences)
+            if not request.is_quick or signatures.num_tokens < SHIFT_TOKENS:
                 signatures.add(chunk, tokens)
         if pending is not None:
             pending.result()
@@ -106,21 +110,27 @@ def _payload(
     num_lost, lost_tokens = reading.counts["nonfinite_sequences"], reading.counts["nonfinite_tokens"]
     if not drift.num_sequences + num_lost:
         raise InputError(
-            f"no sequence could be used: {reading.counts['rows']} rows, {reading.counts['bad_rows']} of them bad"
+            f"no sequence could be used: {counted(reading.counts['rows'], 'row')}, "
+            f"{reading.counts['bad_rows']:,} of them bad"
         )
     summary = drift.summary()
     length = request.length_limit or max(1, drift.longest)
     if length < drift.longest:
         raise InputError(f"--length-limit {length} is below the longest response, {drift.longest} tokens")
+    findings = signatures.findings(summary, reading)
+    num_empty = reading.counts["empty_sequences"]
+    reason = withheld(drift.num_sequences + num_lost - num_empty, [finding.code for finding in findings])
     payload = {
         "schema_version": SCHEMA_VERSION,
+        "created": datetime.now(UTC).isoformat(timespec="seconds"),
+        "version": __version__,
         "files": [str(file) for file in request.files],
         "formats": dict(reading.formats),
         "columns": dict(sorted(reading.used.items())),
         "num_sequences": drift.num_sequences + num_lost,
         "num_tokens": drift.num_tokens + lost_tokens,
         "num_nonfinite_sequences": num_lost,
-        "num_empty_sequences": reading.counts["empty_sequences"],
+        "num_empty_sequences": num_empty,
         "num_bad_rows": reading.counts["bad_rows"],
         "bad_rows": reading.bad_rows,
         "estimator": "exact" if counts.is_exact else "sampled",
@@ -136,14 +146,15 @@ def _payload(
         },
         "rejected_by_length": counts.by_length(),
         "steps": drift.step_rows(),
-        "advice": advise(counts, num_lost, length),
+        "advice": advise(counts, num_lost, length) if reason is None else without_advice(reason),
         "bound_if_threshold_held": {
             arm.name: bound_at(arm.limits["max"], length, arm.limits.get("avg"))
             for arm in counts.arms
             if "max" in arm.limits
         },
     }
-    payload["findings"] = [finding.row() for finding in signatures.findings(summary, reading)]
+    payload["findings"] = [finding.row() for finding in findings]
+    payload["num_signature_tokens"] = signatures.num_tokens
     if gate_counts is not None:
         share = gate_counts.num_sequences / max(1, drift.num_sequences)
         payload["gates"] = gate_counts.summary(num_lost * share, lost_tokens * share)

@@ -21,13 +21,16 @@ def check_outputs(*paths: Path | None) -> None:
             raise InputError(f"{path.parent}: no such folder; make it first")
 
 
-def write_outputs(payload: dict[str, Any], *, json_path: Path | None, html_path: Path | None) -> None:
+def write_outputs(payload: dict[str, Any], *, json_path: Path | None, html_path: Path | None) -> list[Path]:
     """Write what was asked for.
 
     Args:
         payload: of the audit.
         json_path: for JSON, or None.
         html_path: for the page, or None.
+
+    Returns:
+        The files written.
     """
     from pipelines.run_directory import write_atomically
 
@@ -37,6 +40,7 @@ def write_outputs(payload: dict[str, Any], *, json_path: Path | None, html_path:
         from pipelines.audit.page import page_html
 
         write_atomically(html_path, page_html(payload))
+    return [path for path in (json_path, html_path) if path is not None]
 
 
 def plain(value: Any) -> Any:  # noqa: ANN401

@@ -2,21 +2,27 @@
 
 import math
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 import matplotlib
 
 matplotlib.use("Agg")
 from matplotlib.figure import Figure
+from matplotlib.ticker import MaxNLocator
 
 from evaluation.document import Block, Bullets, Cell, Document, Heading, Note, Paragraph, Picture, Row, Table
 from evaluation.html import to_html
 from evaluation.themes import light_and_dark, styled
-from pipelines.audit.terminal import DRIFT_ROWS, figure
+from pipelines.audit.advice import TARGET
+from pipelines.audit.terminal import DRIFT_ROWS, LENGTH_ARMS
+from pipelines.audit.wording import advice_lines, counted, figure, headline, kept_shares
 
 Payload = dict[str, Any]
 
-MAX_STEP_ROWS = 200
+NUM_FILES = 3
+"""Files named at the top; the rest are counted."""
+
 SWEEP_TITLES = {"trm_max": "TRM-Max", "trm_avg": "TRM-Avg", "ln_trm": "LN-TRM", "ser": "SER"}
 
 
@@ -29,15 +35,13 @@ def page_html(payload: Payload) -> str:
     Returns:
         HTML that asks for nothing from anywhere.
     """
-    formats = ", ".join(f"{name} ({count} files)" for name, count in payload["formats"].items())
     blocks: list[Block] = [
-        Paragraph(
-            text=f"{payload['num_sequences']:,} sequences with {payload['num_tokens']:,} tokens, format {formats}. "
-            f"Divergences are {payload['estimator']}; log-ratios are policy over rollout, in nats."
-        ),
+        Paragraph(text=f"Read: {_sources(payload['files'])}"),
+        Bullets(items=headline(payload)),
+        Paragraph(text="Log-ratios are policy over rollout, in nats."),
         *(
             Note(text=row["message"], kind="warning" if row["level"] == "warning" else "note")
-            for row in payload.get("findings", [])
+            for row in payload["findings"]
         ),
         Heading(text="Drift"),
         Table(
@@ -54,7 +58,13 @@ def page_html(payload: Payload) -> str:
     ]
     if payload["bad_rows"]:
         blocks += [Heading(text="Bad rows"), Bullets(items=payload["bad_rows"])]
-    return to_html(Document(title="Audit of rollouts", subtitle=", ".join(payload["files"][:3]), blocks=blocks))
+    subtitle = f"{payload['created'].replace('T', ' ').replace('+00:00', ' UTC')}, trm-repro {payload['version']}"
+    return to_html(Document(title="Audit of rollouts", subtitle=subtitle, blocks=blocks))
+
+
+def _sources(files: list[str]) -> str:
+    named = ", ".join(str(Path(file).resolve()) for file in files[:NUM_FILES])
+    return named if len(files) <= NUM_FILES else f"{named} and {counted(len(files) - NUM_FILES, 'more file')}"
 
 
 def _steps(steps: list[Payload]) -> list[Block]:
@@ -67,7 +77,7 @@ def _steps(steps: list[Payload]) -> list[Block]:
                 _lines(numbers, {"PPL gap": [row["ppl_gap"] for row in steps]}, "step", "PPL gap over steps"),
                 _lines(
                     numbers,
-                    {name: [row[name] for row in steps] for name in ("k3_mean", "k2_max")},
+                    {"k3 mean": [row["k3_mean"] for row in steps], "k2 largest": [row["k2_max"] for row in steps]},
                     "step",
                     "mean k3 and largest k2 over steps",
                 ),
@@ -85,7 +95,7 @@ def _acceptance(payload: Payload) -> list[Block]:
     sweeps = {title: payload["sweep"][name] for name, title in SWEEP_TITLES.items() if payload["sweep"][name]}
     blocks: list[Block] = [
         Table(
-            columns=["arm", "accepted", "bound"],
+            columns=["arm", "accepted", "bound (reward range 1)"],
             rows=rows,
             caption="Bound: unified, sharp constants, if KL stayed at the thresholds in every context.",
         )
@@ -93,13 +103,12 @@ def _acceptance(payload: Payload) -> list[Block]:
     if sweeps:
         blocks.append(_sweep_picture(sweeps))
     lengths = payload["rejected_by_length"]
-    arms = list(payload["acceptance"])
     blocks += [
         Heading(text="Rejected by response length", level=3),
         Table(
-            columns=["tokens", "sequences", *arms],
+            columns=["tokens", "sequences", *LENGTH_ARMS],
             rows=[
-                [row["length"], f"{row['num_sequences']:,}", *(f"{row['rejected'][arm]:.1%}" for arm in arms)]
+                [row["length"], f"{row['num_sequences']:,}", *(f"{row['rejected'][arm]:.1%}" for arm in LENGTH_ARMS)]
                 for row in lengths
             ],
         ),
@@ -115,12 +124,10 @@ def _gates(gates: Payload) -> list[Block]:
         if "not_applied" in row:
             rows.append([Cell(text=name, is_code=True), "-", "-", "-", row["not_applied"]])
             continue
-        fractions = [row.get(key) for key in ("sequence_fraction", "token_fraction")]
-        shares = ["-" if value is None else f"{value:.1%}" for value in fractions]
-        rows.append([Cell(text=name, is_code=True), *shares, figure(row.get("weight_mean")), row["keeps"]])
+        rows.append([Cell(text=name, is_code=True), *kept_shares(row), figure(row.get("weight_mean")), row["keeps"]])
     return [
         Heading(text="What the gates of others keep at their defaults"),
-        Table(columns=["gate", "sequences", "tokens", "mean weight", "rule"], rows=rows, is_stacked=True),
+        Table(columns=["gate", "sequences kept", "tokens kept", "mean weight", "rule"], rows=rows, is_stacked=True),
     ]
 
 
@@ -135,12 +142,7 @@ def _where(where: Payload) -> list[Block]:
 
 
 def _advice(payload: Payload) -> list[Block]:
-    items = []
-    for name in ("trm_max", "trm_avg", "trm_max_avg"):
-        row = payload["advice"][name]
-        values = [figure(row[key]) for key in ("advised", "max", "avg") if row.get(key) is not None]
-        items.append(f"{name} {' and '.join(values) or 'none'}: {row['reason']}")
-    blocks: list[Block] = [Bullets(items=items)]
+    blocks: list[Block] = [Bullets(items=advice_lines(payload["advice"]))]
     bounds = payload.get("bounds")
     if bounds is not None:
         blocks.append(Paragraph(text=f"Bounds: {bounds['reason']}."))
@@ -157,6 +159,7 @@ def _lines(x: list[int], series: dict[str, list[float]], label: str, title: str)
         for name, values in series.items():
             axes.plot(x, [value if value and value > 0 else math.nan for value in values], label=name)
         axes.set(xlabel=label, yscale="log", title=title)
+        axes.xaxis.set_major_locator(MaxNLocator(integer=True))
         axes.grid(alpha=0.3)
         if len(series) > 1:
             axes.legend()
@@ -170,7 +173,7 @@ def _sweep_picture(sweeps: dict[str, list[Any]]) -> Picture:
         axes = drawing.add_subplot()
         for name, points in sweeps.items():
             axes.plot([point[0] for point in points], [point[1] for point in points], label=name)
-        axes.axhline(0.7, linestyle=":", color="#b0b0b0")
+        axes.axhline(TARGET, linestyle="--", color="#000000", linewidth=0.8, label=f"{TARGET:g}, advised minimum")
         axes.set(xscale="log", xlabel="threshold", ylabel="accepted fraction", ylim=(0, 1.02))
         axes.legend()
         axes.grid(alpha=0.3)

@@ -2,6 +2,8 @@
 
 from typing import Any
 
+from pipelines.audit.wording import advice_lines, figure, headline, kept_shares
+
 Payload = dict[str, Any]
 
 DRIFT_ROWS = (
@@ -22,10 +24,8 @@ DRIFT_ROWS = (
 
 LENGTH_ARMS = ("trm_max_0.05", "trm_avg_0.001", "ln_trm_0.05", "ser_0.05")
 
-
-def figure(value: float | None) -> str:
-    """Write a number with three significant figures."""
-    return "-" if value is None else f"{value:.3g}"
+NUM_NAMED = 5
+"""Bad rows named here; the JSON names more."""
 
 
 def aligned(rows: list[list[str]]) -> str:
@@ -39,10 +39,8 @@ def aligned(rows: list[list[str]]) -> str:
 
 def summary_text(payload: Payload) -> str:
     """Write the whole summary."""
-    formats = ", ".join(f"{name} ({count} files)" for name, count in payload["formats"].items())
     blocks = [
-        f"{payload['num_sequences']:,} sequences, {payload['num_tokens']:,} tokens; format {formats}; "
-        f"{payload['estimator']} divergences",
+        "\n".join(headline(payload)),
         _findings(payload),
         "drift (nats)\n"
         + aligned([[label, figure(payload[name])] for name, label in DRIFT_ROWS if payload.get(name) is not None]),
@@ -56,13 +54,19 @@ def summary_text(payload: Payload) -> str:
 
 
 def _findings(payload: Payload) -> str:
-    marks = {"warning": "!", "note": "-"}
-    return "\n".join(f"{marks[row['level']]} {row['message']}" for row in payload.get("findings", []))
+    marks, lines = {"warning": "!", "note": "-"}, []
+    for row in payload["findings"]:
+        lines.append(f"{marks[row['level']]} {row['message']}")
+        if row["code"] == "bad_rows":
+            lines += [f"    {name}" for name in payload["bad_rows"][:NUM_NAMED]]
+            rest = payload["num_bad_rows"] - NUM_NAMED
+            lines.append(f"    {f'and {rest:,} more; ' if rest > 0 else ''}`bad_rows` of --json names the first 20")
+    return "\n".join(lines)
 
 
 def _acceptance(payload: Payload) -> str:
     held = payload["bound_if_threshold_held"]
-    rows = [["the paper's gates", "accepted", "bound if it held"]]
+    rows = [["the paper's gates", "accepted", "bound if it held (reward range 1)"]]
     rows += [[name, f"{kept:.1%}", figure(held.get(name))] for name, kept in payload["acceptance"].items()]
     return aligned(rows)
 
@@ -76,13 +80,12 @@ def _lengths(payload: Payload) -> str:
 
 
 def _gates(payload: Payload) -> str:
-    rows = [["other gates", "sequences", "tokens", "mean weight"]]
+    rows = [["other gates", "sequences kept", "tokens kept", "mean weight"]]
     for name, row in payload.get("gates", {}).items():
         if "not_applied" in row:
             rows.append([name, row["not_applied"], "", ""])
             continue
-        kept = [row.get(key) for key in ("sequence_fraction", "token_fraction")]
-        rows.append([name, *("-" if k is None else f"{k:.1%}" for k in kept), figure(row.get("weight_mean"))])
+        rows.append([name, *kept_shares(row), figure(row.get("weight_mean"))])
     return aligned(rows) if len(rows) > 1 else ""
 
 
@@ -107,11 +110,7 @@ def _where(payload: Payload) -> str:
 
 
 def _advice(payload: Payload) -> str:
-    lines = []
-    for name in ("trm_max", "trm_avg", "trm_max_avg"):
-        row = payload["advice"][name]
-        values = [row[key] for key in ("advised", "max", "avg") if row.get(key) is not None]
-        lines.append(f"{name} {' and '.join(figure(v) for v in values) or 'none'}: {row['reason']}")
+    lines = advice_lines(payload["advice"])
     bounds = payload.get("bounds")
     if bounds is not None:
         lines.append(f"bounds: {bounds['reason']}")

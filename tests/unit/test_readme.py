@@ -42,7 +42,7 @@ def test_every_link_to_a_file_leads_somewhere(document: Path):
 def test_every_override_shown_is_accepted():
     for override in re.findall(r"\b([a-z_]+(?:\.[a-z_]+)*=[^\s`,]+)", README.replace(IMPORT_EXAMPLE, "")):
         if not override.startswith("ARGS="):
-            load_config(overrides=[override])
+            load_config(overrides=[override, "policy.max_position_embeddings=32768"])
 
 
 def test_library_example_runs_as_printed():
