@@ -61,12 +61,12 @@ class ArmSummary:
     kind: SummaryKind
 
     def __str__(self) -> str:
-        """Write it out, its ends in brackets."""
+        """Write it out, its ends in brackets; a seed by itself has none."""
         if not self.num_seeds:
             return "cannot say" if self.num_missing else "not run"
         missing = f", {self.num_missing} without" if self.num_missing else ""
         if self.kind == "none":
-            return f"{self.mean:.3g} (one seed{missing})"
+            return f"{self.mean:.3g} (one seed{missing})" if missing else f"{self.mean:.3g}"
         word = "range " if self.kind == "range" else ""
         return f"{self.mean:.3g} ({word}{self.low:.3g} to {self.high:.3g}, n = {self.num_seeds}{missing})"
 
@@ -105,11 +105,11 @@ class ArmComparison:
     adjusted_p_value: float | None = None
 
     def __str__(self) -> str:
-        """Write the difference out, its ends in brackets with what they are over."""
+        """Write the difference out, its ends in brackets with what they are over; a seed by itself has none."""
         if not self.num_seeds:
             return "not measured"
         if self.over == "no interval":
-            return f"{self.mean_difference:+.3g} (one seed)"
+            return f"{self.mean_difference:+.3g}"
         over = {
             "seeds": f"{self.num_seeds} seeds",
             "problems of the seeds": f"{self.num_problems} problems a seed",

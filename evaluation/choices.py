@@ -3,6 +3,7 @@
 Source of what it leaves open: TRM (arXiv 2512.23075v3), Experiments.
 """
 
+import ast
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -10,6 +11,7 @@ from dataclasses import dataclass
 from evaluation.document import Cell, Table
 
 _KEY = re.compile(r"\{([\w.]+)\}")
+_ONE = re.compile(r"(?<![\w.])1 (step|update|token|time|disjoint minibatch)(?:es|s)\b")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -30,7 +32,7 @@ class Choice:
 CHOICES = (
     Choice(
         question="policy, and where training starts",
-        answer="policy.path {policy.path}; with None a small Qwen3-MoE, trained on solutions until the share written "
+        answer="policy.path {policy.path}; with null a small Qwen3-MoE, trained on solutions until the share written "
         "exactly is {warm_start.target_pass_rate}",
         keys=("policy", "warm_start"),
     ),
@@ -154,6 +156,43 @@ def choices_table(settings: Mapping[str, str], choices: Sequence[Choice] = CHOIC
     """
     rows: list[list[str | Cell]] = []
     for choice in choices:
-        answer = _KEY.sub(lambda found: settings.get(found.group(1), "(not recorded)"), choice.answer)
-        rows.append([choice.question, answer, Cell(text=", ".join(choice.keys), is_code=True)])
+        answer = _KEY.sub(lambda found: in_words(settings.get(found.group(1), "(not recorded)")), choice.answer)
+        rows.append([choice.question, _ONE.sub(r"1 \1", answer), Cell(text=", ".join(choice.keys), is_code=True)])
     return Table(columns=["question", "our choice", "key"], rows=rows, is_stacked=True)
+
+
+def in_words(value: str) -> str:
+    """Write a setting's text as a reader would: null for nothing, and the entries of a list one after the other.
+
+    Args:
+        value: as Python or YAML writes it, such as ``None`` or ``(101, 102)``.
+
+    Returns:
+        Text, such as ``null`` or ``101 and 102``.
+    """
+    if value == "None":
+        return "null"
+    entries = _entries(value)
+    if not entries:
+        return value if entries is None else "none"
+    *others, last = (in_words(str(entry)) for entry in entries)
+    return f"{', '.join(others)} and {last}" if others else last
+
+
+def as_yaml(value: str) -> str:
+    """Write a setting's text as a configuration file would, so that it can be copied into one."""
+    if value in ("None", "True", "False"):
+        return {"None": "null", "True": "true", "False": "false"}[value]
+    entries = _entries(value)
+    return value if entries is None else f"[{', '.join(as_yaml(str(entry)) for entry in entries)}]"
+
+
+def _entries(value: str) -> Sequence[object] | None:
+    """Read a list or tuple; None for any other text."""
+    if not value.startswith(("(", "[")):
+        return None
+    try:
+        read = ast.literal_eval(value)
+    except (ValueError, SyntaxError, RecursionError, MemoryError):
+        return None
+    return read if isinstance(read, list | tuple) else None

@@ -58,13 +58,13 @@ class Effect:
         return cls(estimate=value, low=value, high=value, kind="exact")
 
     def __str__(self) -> str:
-        """Write it out, its ends in brackets."""
+        """Write it out, its ends in brackets; without them where one seed, or seeds that agree, leave no range."""
         if math.isnan(self.estimate):
             return "not measured"
         if self.kind == "exact":
             return f"{self.estimate:.4g} (exact)"
         if self.kind == "range" and self.low == self.high:
-            return f"{self.estimate:.3g} (no range)"
+            return f"{self.estimate:.3g}"  # a table says once what a bare number is
         word = "range " if self.kind == "range" else ""
         return f"{self.estimate:.3g} ({word}{self.low:.3g} to {self.high:.3g})"
 
@@ -241,9 +241,18 @@ def claims_table(rows: Sequence[ClaimRow]) -> str:
 
 
 def claims_summary(rows: Sequence[ClaimRow]) -> str:
-    """Lay source, claim, seeds and verdict out as a Markdown table, for a terminal."""
-    lines = ["| source | claim | seeds | verdict |", "|---|---|---|---|"]
-    lines += [f"| {row.source} | {row.text} | {_seeds(row)} | {row.verdict} |" for row in rows]
+    """Lay the claims that were run out as a Markdown table, for a terminal, and count the others below it."""
+    tested = [row for row in rows if row.verdict != "not run"]
+    lines = ["| source | claim | seeds | verdict |", "|---|---|---|---|"] if tested else []
+    lines += [f"| {row.source} | {row.text} | {_seeds(row)} | {row.verdict} |" for row in tested]
+    untested = len(rows) - len(tested)
+    if untested:
+        are = (
+            "1 claim was not run; the report lists it."
+            if untested == 1
+            else f"{untested} claims were not run; the report lists them."
+        )
+        lines += ["", are] if tested else [are]
     return "\n".join(lines)
 
 

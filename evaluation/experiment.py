@@ -6,6 +6,9 @@ from dataclasses import dataclass
 FREE_SETTINGS = ("name", "arm", "seed", "num_threads", "output.", "tracking.", "reproduce.", "claims.")
 """Settings that may differ between any two runs; those that end in a point are sections."""
 
+FEWEST_STEPS = 20
+"""An experiment of fewer shows that its parts run, and nothing else."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class RunRecord:
@@ -74,6 +77,18 @@ def find_warnings(experiment: ExperimentRecord) -> list[str]:
         *_different_environments(experiment.runs),
         *_different_settings(experiment),
     ]
+
+
+def trial_warning(experiment: ExperimentRecord) -> str | None:
+    """Say that an experiment is too short to mean anything: conf/smoke.yaml, or fewer than `FEWEST_STEPS` steps."""
+    steps = experiment.parent.settings.get("num_steps", "")
+    num_steps = int(steps) if steps.isdigit() else max((run.num_steps for run in experiment.runs), default=0)
+    if experiment.parent.name != "smoke" and num_steps >= FEWEST_STEPS:
+        return None
+    return (
+        f"A trial of {num_steps} step{'' if num_steps == 1 else 's'}: its numbers mean nothing beyond that every part "
+        "ran."
+    )
 
 
 def differing_settings(runs: Sequence[RunRecord]) -> dict[str, dict[str, set[str]]]:

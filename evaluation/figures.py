@@ -23,6 +23,8 @@ COLOURS = {
     "random_as_trm_avg_0.001": "#999999",
 }
 BAND_FROM_SEEDS = 5
+FEWEST_ARMS = 2
+"""A figure compares: with fewer of its arms it is left out."""
 LINE_STYLES = ("-", "--", ":", "-.")
 
 
@@ -39,6 +41,15 @@ class FigurePlan:
     name: str
     title: str
     arms: tuple[str, ...]
+
+    def missing_arms(self, points: pd.DataFrame) -> list[str]:
+        """List those of its arms that have no points."""
+        there = set(points.arm)
+        return [arm for arm in self.arms if arm not in there]
+
+    def can_compare(self, points: pd.DataFrame) -> bool:
+        """Whether at least two of its arms have points."""
+        return len(self.arms) - len(self.missing_arms(points)) >= FEWEST_ARMS
 
 
 FIGURES = (
@@ -70,11 +81,11 @@ def draw_figure(points: pd.DataFrame, plan: FigurePlan, *, score_name: str) -> F
         score_name: label of the score.
 
     Returns:
-        The figure, or None where none of its arms has points.
+        The figure, or None where fewer than two of its arms have points.
     """
-    chosen = points[points.arm.isin(plan.arms)]
-    if chosen.empty:
+    if not plan.can_compare(points):
         return None
+    chosen = points[points.arm.isin(plan.arms)]
     figure = Figure(figsize=(11, 4.2), layout="constrained")
     gap_axes, score_axes = figure.subplots(1, 2)
     for arm in plan.arms:
@@ -90,7 +101,9 @@ def draw_figure(points: pd.DataFrame, plan: FigurePlan, *, score_name: str) -> F
 
 
 def save_figures(points: pd.DataFrame, folder: Path, *, score_name: str) -> list[Path]:
-    """Draw every figure that has data, as PNG and PDF, with its points and their MLflow run ids as CSV.
+    """Draw every figure that has two arms, as PNG and PDF, with its points and their MLflow run ids as CSV.
+
+    Files that an earlier report left of the others are removed.
 
     Args:
         points: frame of points.
@@ -104,11 +117,13 @@ def save_figures(points: pd.DataFrame, folder: Path, *, score_name: str) -> list
     written = []
     for plan in FIGURES:
         figure = draw_figure(points, plan, score_name=score_name)
+        files = {suffix: folder / f"{plan.name}.{suffix}" for suffix in ("png", "pdf", "csv")}
         if figure is None:
+            for file in files.values():
+                file.unlink(missing_ok=True)
             continue
         chosen = points[points.arm.isin(plan.arms) & points.metric.isin([GAP, SCORE])]
         run_ids = ", ".join(sorted(chosen.run_id.unique()))
-        files = {suffix: folder / f"{plan.name}.{suffix}" for suffix in ("png", "pdf", "csv")}
         figure.savefig(files["png"], dpi=150, metadata={"Description": f"MLflow runs: {run_ids}"})
         figure.savefig(files["pdf"], metadata={"Keywords": f"MLflow runs: {run_ids}"})
         chosen.to_csv(files["csv"], index=False)

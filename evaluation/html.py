@@ -12,7 +12,7 @@ from collections.abc import Iterator
 from jinja2 import DictLoader, Environment, StrictUndefined
 from markupsafe import Markup
 
-from evaluation.document import Document, Heading, Table, cell_of
+from evaluation.document import Cell, Document, Heading, Table, cell_of
 from evaluation.html_template import SCRIPT, STYLE, TEMPLATE
 
 _NUMBER = re.compile(r"[-+]?\d[\d.,e+-]*%?( \([^();]*\))?|[-+]?inf|-|")
@@ -38,7 +38,8 @@ def to_html(document: Document) -> str:
         lstrip_blocks=True,
         undefined=StrictUndefined,
     )
-    environment.filters |= {"data_uri": data_uri, "cell": cell_of, "number_columns": _number_columns, "identity": id}
+    environment.filters |= {"data_uri": data_uri, "cell": cell_of, "identity": id}
+    environment.filters |= {"number_columns": _number_columns, "longest_line": _longest_line}
     names = _anchors(document)
     return environment.get_template("document").render(
         document=document,
@@ -79,6 +80,11 @@ def _number_columns(table: Table) -> list[bool]:
     return [
         any(text.strip("-") for text in texts) and all(_NUMBER.fullmatch(text) for text in texts) for texts in columns
     ]
+
+
+def _longest_line(cell: Cell) -> int:
+    """Letters of the longest line, which is what takes room."""
+    return max(map(len, cell.text.splitlines()), default=0)
 
 
 def _anchors(document: Document) -> dict[int, str]:

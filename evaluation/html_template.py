@@ -56,8 +56,8 @@ table { border-collapse: collapse; width: 100%; font-size: .88rem; }
 th, td { padding: .45rem .8rem; text-align: left; vertical-align: top; border-top: 1px solid var(--line); }
 thead th { border-top: 0; color: var(--soft); font-weight: 600; vertical-align: bottom; }
 tbody th { font-weight: 600; }
-.stacked td, .stacked th { white-space: pre-line; min-width: 5rem; }
-.stacked td.long { min-width: 12rem; }
+.stacked td, .stacked th { white-space: pre-line; min-width: 4rem; padding: .45rem .55rem; }
+.stacked td.long { min-width: 10rem; }
 .plain tbody th { min-width: 7rem; }
 .number { text-align: right; font-variant-numeric: tabular-nums; }
 td.number { min-width: 5.5rem; }
@@ -101,7 +101,7 @@ summary { cursor: pointer; font-weight: 600; padding: .35rem 0; }
   .stacked thead { position: absolute; width: 1px; height: 1px; overflow: hidden; clip-path: inset(50%); }
   .stacked tr { padding: .6rem 0; border-top: 1px solid var(--line); }
   .stacked tr:first-child { border-top: 0; }
-  .stacked th, .stacked td { border: 0; padding: .2rem .8rem; text-align: left; white-space: normal; }
+  .stacked th, .stacked td { border: 0; padding: .2rem .8rem; text-align: left; }
   .stacked td:empty, .stacked td.empty { display: none; }
   .stacked td::before { content: attr(data-label); display: block; font-size: .75rem; color: var(--soft); }
 }
@@ -157,7 +157,7 @@ TEMPLATE = """\
 <th scope="row">{{ show_cell(entry) }}</th>
 {% else %}
 <td data-label="{{ table.columns[loop.index0] }}" class="{{ "number" if is_number[loop.index0] }}\
-{{ " empty" if not entry.text }}{{ " long" if entry.text | length > 40 }}">{{ show_cell(entry) }}</td>
+{{ " empty" if not entry.text }}{{ " long" if entry | longest_line > 40 }}">{{ show_cell(entry) }}</td>
 {% endif %}
 {% endfor %}
 </tr>

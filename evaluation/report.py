@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 import pandas as pd
 
 from evaluation.arm_summaries import ProblemScores
-from evaluation.choices import choices_table
+from evaluation.choices import as_yaml, choices_table
 from evaluation.claim_rows import ClaimRow, ClaimThresholds
 from evaluation.document import (
     Block,
@@ -22,7 +22,14 @@ from evaluation.document import (
     Row,
     Table,
 )
-from evaluation.experiment import ExperimentRecord, differing_settings, find_warnings, listed, short_commit
+from evaluation.experiment import (
+    ExperimentRecord,
+    differing_settings,
+    find_warnings,
+    listed,
+    short_commit,
+    trial_warning,
+)
 from evaluation.figures import FIGURES, arm_order
 from evaluation.outcomes import RunOutcome, run_outcomes
 from evaluation.report_tables import (
@@ -35,6 +42,7 @@ from evaluation.report_tables import (
     pairs_table,
     runs_table,
     times_table,
+    untested_claims,
 )
 
 SCORE_NAME = "held-out score (greedy pass rate)"
@@ -69,6 +77,7 @@ class ReportData:
         figures: the panels of each of `FIGURES` that has data, by its name.
         kept: who is kept, step by step.
         bounds: the bounds, step by step.
+        survival: share of runs not yet collapsed, by arm; None where seeds are too few.
         token_level: why token-level methods fail.
         lengths: rejection against length, as blocks.
         final_scores: by (arm, seed), the last score of each held-out problem.
@@ -82,6 +91,7 @@ class ReportData:
     figures: Mapping[str, Sequence[Picture]] = field(default_factory=dict)
     kept: Sequence[Picture] = ()
     bounds: Sequence[Picture] = ()
+    survival: Picture | None = None
     token_level: Picture | None = None
     lengths: Sequence[Block] = ()
     final_scores: ProblemScores = field(default_factory=dict)
@@ -145,7 +155,8 @@ def build_report(data: ReportData) -> Document:
 
 
 def _warnings(data: ReportData) -> list[Block]:
-    texts = [*find_warnings(data.experiment), *data.warnings]
+    trial = trial_warning(data.experiment)
+    texts = [*([trial] if trial else []), *find_warnings(data.experiment), *data.warnings]
     return [Note(text=text, kind="warning") for text in texts]
 
 
@@ -165,7 +176,7 @@ def _claims(data: ReportData, num_seeds: int) -> list[Block]:
         Paragraph(text=f"{len(verdicts)} claims: {counts}. {caution}"),
         *([claims_block(tested)] if tested else []),
         *(
-            [Fold(title=f"{len(untested)} claims that were not run", blocks=[claims_block(untested)])]
+            [Fold(title=f"{len(untested)} claims that were not run", blocks=[untested_claims(untested)])]
             if untested
             else []
         ),
@@ -191,19 +202,26 @@ def _claims(data: ReportData, num_seeds: int) -> list[Block]:
 
 def _figures(data: ReportData) -> list[Block]:
     blocks: list[Block] = []
+    left_out = []
     for plan in FIGURES:
+        missing = listed(plan.missing_arms(data.points))
+        if not plan.can_compare(data.points):
+            left_out.append(f"{plan.title.partition(':')[0]} (without {missing})")
         pictures = data.figures.get(plan.name)
         if not pictures:
             continue
-        blocks += [Heading(text=plan.title, level=3), Paragraph(text=PAPER_SHOWS.get(plan.name, ""))]
+        lacks = f" Not run here: {missing}." if missing else ""
+        blocks += [Heading(text=plan.title, level=3), Paragraph(text=PAPER_SHOWS.get(plan.name, "") + lacks)]
         claims = figure_claims(data.claims, SOURCES.get(plan.name, ""))
         blocks.append(claims if claims.rows else Paragraph(text="Its claims were not run here."))
         blocks.append(Row(pictures=pictures))
+    absent = [Paragraph(text=f"Left out, as fewer than two of their arms have runs: {'; '.join(left_out)}.")]
     if not blocks:
-        return []
+        return [Heading(text="The paper's figures"), *absent] if left_out else []
     return [
         Heading(text="The paper's figures"),
         *blocks,
+        *(absent if left_out else []),
         Paragraph(
             text="The PPL gap is the mean over sequences of |mean_t log pi_theta - mean_t log pi_roll|, in nats per "
             "token, each sequence measured just before the update that uses it. A policy that has collapsed can have a "
@@ -228,6 +246,14 @@ def _runs(data: ReportData) -> list[Block]:
             f"{data.thresholds.improvement:g}; else level."
         ),
     ]
+    if data.survival is not None:
+        blocks += [
+            data.survival,
+            Paragraph(
+                text="Collapsed for good: below half of the start at 4 evaluations running, from the first of these "
+                "on (Kaplan-Meier over seeds; runs that cannot say are left out)."
+            ),
+        ]
     if engine.rows:
         blocks += [
             Heading(text="Engine against trainer", level=3),
@@ -280,7 +306,8 @@ def _token_level(data: ReportData) -> list[Block]:
         Heading(text="Why token-level methods fail"),
         Paragraph(
             text="By enumeration, not from these runs: clipping or masking single tokens leaves responses with a large "
-            "KL in the gradient, and PPO's clip lets a large ratio with a negative advantage through."
+            "KL in the gradient, and PPO's clip lets a large ratio with a negative advantage through. A line stops "
+            "where nothing is kept."
         ),
         data.token_level,
     ]
@@ -313,14 +340,20 @@ def _choices(data: ReportData) -> list[Block]:
         ),
         choices_table(settings),
         *_arm_settings(data.experiment),
-        Fold(title="Every setting", blocks=[_two_columns("setting", settings)]),
+        Fold(
+            title="Every setting",
+            blocks=[_two_columns("setting", {key: as_yaml(value) for key, value in settings.items()})],
+        ),
     ]
 
 
 def _arm_settings(experiment: ExperimentRecord) -> list[Block]:
     """Say by which settings the arms differ."""
     rows: list[list[str | Cell]] = [
-        [Cell(text=key, is_code=True), "; ".join(f"{value}: {listed(arm_order(list(arms)))}" for value, arms in items)]
+        [
+            Cell(text=key, is_code=True),
+            "; ".join(f"{as_yaml(value)}: {listed(arm_order(list(arms)))}" for value, arms in items),
+        ]
         for key, values in differing_settings(experiment.runs).items()
         for items in [sorted(values.items())]
     ]

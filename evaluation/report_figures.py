@@ -11,8 +11,9 @@ from matplotlib.lines import Line2D
 from matplotlib.ticker import MaxNLocator
 
 from evaluation.document import Picture
-from evaluation.figures import FigurePlan, arm_order, draw_arm
-from evaluation.outcomes import GAP, SCORE
+from evaluation.figures import COLOURS, LINE_STYLES, FigurePlan, arm_order, draw_arm
+from evaluation.outcomes import GAP, SCORE, RunOutcome
+from evaluation.survival import collapse_curve
 from evaluation.themes import as_label, light_and_dark, styled
 
 MOST_LABELS = 6
@@ -35,6 +36,8 @@ BOUND_COLOURS = ("#D55E00", "#E69F00", "#0072B2", "#000000")
 def plan_pictures(points: pd.DataFrame, plan: FigurePlan, folder: Path, *, score_name: str) -> list[Picture]:
     """Draw both panels of one of the paper's figures, and write them as SVG.
 
+    Files that an earlier report left of a figure that is not drawn are removed.
+
     Args:
         points: frame of points.
         plan: which arms.
@@ -42,12 +45,17 @@ def plan_pictures(points: pd.DataFrame, plan: FigurePlan, folder: Path, *, score
         score_name: label of the score.
 
     Returns:
-        The pictures; none where no arm of the figure has points.
+        The pictures; none where fewer than two arms of the figure have points.
     """
+    panels = ((GAP, "PPL gap (nats per token)", "gap"), (SCORE, score_name, "score"))
+    if not plan.can_compare(points):
+        for _, _, stem in panels:
+            (folder / f"{plan.name}_{stem}.svg").unlink(missing_ok=True)
+        return []
     chosen = points[points.arm.isin(plan.arms)]
     arms = [arm for arm in plan.arms if arm in set(chosen.arm)]
     pictures = []
-    for metric, label, stem in ((GAP, "PPL gap (nats per token)", "gap"), (SCORE, score_name, "score")):
+    for metric, label, stem in panels:
         curves = chosen[chosen.metric == metric]
         if curves.empty:
             continue
@@ -84,6 +92,40 @@ def arm_pictures(points: pd.DataFrame, labels: dict[str, str], folder: Path, *, 
         alt = f"{title} under {arm}, step by step: {', '.join(labels.values())}."
         pictures.append(_picture(figure, folder / f"{name}_{number}.svg", alt=alt))
     return pictures
+
+
+def survival_picture(outcomes: Sequence[RunOutcome], folder: Path, *, min_seeds: int) -> Picture | None:
+    """Draw the share of runs that have not collapsed by each step, a line an arm, and write it as SVG.
+
+    Args:
+        outcomes: of all runs.
+        folder: where to write; made if it is not there.
+        min_seeds: runs an arm needs that can say whether they collapsed; arms with fewer are left out.
+
+    Returns:
+        The picture; None where no arm has as many, and then a file that an earlier report left is removed.
+    """
+    file = folder / "survival.svg"
+    curves = {}
+    for arm in arm_order([outcome.arm for outcome in outcomes]):
+        known = [run for run in outcomes if run.arm == arm and run.has_collapsed is not None]
+        curve = collapse_curve(known) if len(known) >= min_seeds else None
+        if curve is not None:
+            curves[arm] = [0.0, *curve.times, max(run.num_steps for run in known)], [1.0, *curve.survival]
+    if not curves:
+        file.unlink(missing_ok=True)
+        return None
+
+    def draw(axes: Axes) -> None:
+        for number, (arm, (steps, shares)) in enumerate(curves.items()):
+            style = LINE_STYLES[number % len(LINE_STYLES)]  # lines at 1 lie on one another
+            ends = [*shares, shares[-1]]
+            label = as_label(arm)
+            axes.step(steps, ends, where="post", color=COLOURS.get(arm), linestyle=style, label=label, linewidth=1.6)
+        axes.set(xlabel="training step", ylabel="share of runs not yet collapsed", ylim=(-0.02, 1.02))
+
+    ends = "; ".join(f"{arm} {shares[-1]:.2g} at the end" for arm, (_, shares) in curves.items())
+    return _picture(_panel(draw), file, alt=f"Share of runs not yet collapsed against the training step. {ends}.")
 
 
 def _arm_panel(points: pd.DataFrame, labels: dict[str, str], arm: str) -> Figure:
@@ -133,16 +175,18 @@ def _few(handles: Sequence[Line2D]) -> list[Line2D]:
         return list(handles)
     arms: dict[str, Line2D] = {}
     for handle in handles:
-        arm = str(handle.get_label()).rpartition(", seed ")[0]
-        arms.setdefault(arm, Line2D([], [], color=handle.get_color(), label=f"{arm}, a line for each seed"))
+        arm, is_seed, _ = str(handle.get_label()).partition(", seed ")
+        one = Line2D([], [], color=handle.get_color(), label=f"{arm}, a line for each seed") if is_seed else handle
+        arms.setdefault(arm, one)
     return list(arms.values())
 
 
 def _ends(curve: pd.DataFrame, arm: str) -> str:
     if curve.empty:
         return f"{arm} not measured"
+    num_seeds = curve.seed.nunique()
     first, last = (curve[curve.step == step].value for step in (curve.step.min(), curve.step.max()))
-    return f"{arm} from {first.mean():.2g} to {last.mean():.2g} over {curve.seed.nunique()} seeds"
+    return f"{arm} from {first.mean():.2g} to {last.mean():.2g} over {num_seeds} seed{'' if num_seeds == 1 else 's'}"
 
 
 def _picture(figure: Figure, file: Path, *, alt: str) -> Picture:

@@ -23,7 +23,11 @@ if TYPE_CHECKING:
 STAGES = ("sync", "rollout", "mask", "update", "evaluate", "record")
 OVER_SEEDS = (
     "Mean over seeds; in brackets its bootstrap interval over seeds or, where seeds are too few for one, the smallest "
-    "and the largest seed (range)."
+    "and the largest seed (range). A number without brackets is that of one seed, or of seeds that all agree."
+)
+CLAIMS_CAPTION = (
+    "What was measured has its interval or range in brackets; a number without them is that of one seed, or of seeds "
+    "that all agree. Parts of a test and what was measured for them have the same number."
 )
 ARMS_CAPTION = (
     f"{OVER_SEEDS} The area is under the score curve, over its steps: a mean score. Lasting collapse: the share of "
@@ -32,8 +36,9 @@ ARMS_CAPTION = (
 PAIRS_CAPTION = (
     "Pairs of the same seed, so of the same starting policy, prompts and held-out problems: mean difference with its "
     "bootstrap interval over seeds. Fewer than five seeds have an interval of the final score over their held-out "
-    "problems, seeds drawn whole, which says little about other seeds, or a range. p: two-sided sign-flip test over "
-    "seeds, which gets no smaller than 1/16 with five; in brackets corrected for the pairs of that quantity (Holm)."
+    "problems, seeds drawn whole, which says little about other seeds, or a range; a number without brackets is that "
+    "of one seed. p: two-sided sign-flip test over seeds, which gets no smaller than 1/16 with five; in brackets "
+    "corrected for the pairs of that quantity (Holm)."
 )
 VERDICT_TONES: dict[str, Tone] = {
     "reproduced": "good",
@@ -43,11 +48,12 @@ VERDICT_TONES: dict[str, Tone] = {
 }
 OUTCOME_TONES: dict[str, Tone] = {"improved": "good", "level": "muted", "fell": "unsure", "collapsed": "bad"}
 ENGINE = (
-    ("divergence/ppl_gap", "PPL gap, nats per token"),
-    ("divergence/kl_mean", "mean token KL, nats"),
-    ("divergence/kl_max", "largest token KL, nats"),
-    ("router/agreement_fraction", "share of tokens routed alike in every layer"),
+    ("divergence/ppl_gap", "PPL gap, nats per token", ".2g"),
+    ("divergence/kl_mean", "mean token KL, nats", ".2g"),
+    ("divergence/kl_max", "largest token KL, nats", ".2g"),
+    ("router/agreement_fraction", "share of tokens routed alike in every layer", ".3g"),
 )
+"""Metric, what it is, and how its values are written."""
 
 
 def over_seeds(values: Sequence[float], thresholds: ClaimThresholds) -> str:
@@ -79,7 +85,7 @@ def over_seeds(values: Sequence[float], thresholds: ClaimThresholds) -> str:
 
 
 def claims_block(claims: Sequence[ClaimRow]) -> Table:
-    """Tabulate the claims: every effect has its interval or range beside it."""
+    """Tabulate claims that were run: what was tested, and what was measured with its interval or range."""
     rows: list[list[str | Cell]] = []
     for row in claims:
         adjusted = "" if row.adjusted_p_value is None else f" ({row.adjusted_p_value:.3f})"
@@ -89,23 +95,30 @@ def claims_block(claims: Sequence[ClaimRow]) -> Table:
                 row.text,
                 Cell(text=row.verdict, tone=VERDICT_TONES[row.verdict]),
                 "none needed" if row.num_seeds is None else str(row.num_seeds),
-                _tests(row),
+                _test(row),
+                _measured(row),
                 "" if row.p_value is None else f"{row.p_value:.3f}{adjusted}",
-                "\n".join(part for part in (row.data, row.note) if part),
+                _data_and_note(row),
             ]
         )
-    columns = ["source", "claim", "verdict", "seeds", "test: effect", "p (Holm)", "data, note"]
-    return Table(columns=columns, rows=rows, is_stacked=True)
+    columns = ["source", "claim", "verdict", "seeds", "test", "measured", "p (Holm)", "data, note"]
+    return Table(columns=columns, rows=rows, is_stacked=True, caption=CLAIMS_CAPTION)
+
+
+def untested_claims(claims: Sequence[ClaimRow]) -> Table:
+    """Tabulate claims that were not run: what would be tested, and on what."""
+    rows = [[row.source, row.text, _test(row), _data_and_note(row)] for row in claims]
+    return Table(columns=["source", "claim", "test", "data, note"], rows=rows, is_stacked=True)
 
 
 def figure_claims(claims: Sequence[ClaimRow], source: str) -> Table:
     """Put what a figure of the paper claims beside what came out here; claims that were not run are left out."""
     rows: list[list[str | Cell]] = [
-        [row.text, Cell(text=row.verdict, tone=VERDICT_TONES[row.verdict]), _tests(row)]
+        [row.text, Cell(text=row.verdict, tone=VERDICT_TONES[row.verdict]), _test(row), _measured(row)]
         for row in claims
         if row.source == source and row.verdict != "not run"
     ]
-    return Table(columns=["the paper's claim", "here", "test: effect"], rows=rows, is_stacked=True)
+    return Table(columns=["claim", "here", "test", "measured"], rows=rows, is_stacked=True)
 
 
 def runs_table(outcomes: Sequence[RunOutcome]) -> Table:
@@ -228,10 +241,11 @@ def engine_table(points: pd.DataFrame) -> Table:
     """Tabulate what engine and trainer differ by in the first step."""
     first = points[points.step == 1]
     rows = []
-    for metric, meaning in ENGINE:
+    for metric, meaning, form in ENGINE:
         values = first[first.metric == metric].value.dropna()
         if not values.empty:
-            rows.append([meaning, f"{values.min():.1e} to {values.max():.1e}", str(len(values))])
+            low, high = format(values.min(), form), format(values.max(), form)
+            rows.append([meaning, low if low == high else f"{low} to {high}", str(len(values))])
     return Table(columns=["in the first step", "smallest to largest run", "runs"], rows=rows)
 
 
@@ -263,12 +277,24 @@ def seed_means(points: pd.DataFrame, metric: str, *, arm: str) -> list[float]:
     return [float(mean) for mean in values.groupby("seed").value.mean() if not math.isnan(mean)]
 
 
-def _tests(row: ClaimRow) -> str:
-    """Put each part of a test beside its effect, a line each."""
-    parts = row.test.split("; ")
-    if len(parts) != len(row.effects):
-        return "\n".join([row.test, *(str(effect) for effect in row.effects)])
-    return ";\n".join(f"{part}: {effect}" for part, effect in zip(parts, row.effects, strict=True))
+def _test(row: ClaimRow) -> str:
+    return _numbered(row.test.split("; "))
+
+
+def _measured(row: ClaimRow) -> str:
+    return _numbered([str(effect) for effect in row.effects])
+
+
+def _numbered(parts: Sequence[str]) -> str:
+    """Put each part on a line of its own, with its number where there are several."""
+    if len(parts) < 2:
+        return "".join(parts)
+    return ";\n".join(f"({number}) {part}" for number, part in enumerate(parts, start=1))
+
+
+def _data_and_note(row: ClaimRow) -> str:
+    """Two sentences, so that they stay apart where a line break does not show."""
+    return f"{row.data}.\nNote: {row.note}" if row.note else row.data
 
 
 def _in_order(outcomes: Sequence[RunOutcome]) -> list[RunOutcome]:

@@ -6,6 +6,7 @@ Source: TRM (arXiv 2512.23075v3), why token-level methods fail; numbers in docs/
 import numpy as np
 from matplotlib.figure import Figure
 
+from evaluation.statistics import FloatArray
 from trm_repro.trees import gradient_reach, routing_flips
 
 LABELS = {"no_mask": "no mask", "ppo_clip": "PPO clip", "token_mask": "token mask", "trm_max": "TRM-Max 0.05"}
@@ -16,7 +17,8 @@ def draw_token_level() -> Figure:
     """Draw what is left after each method, against pi_roll of a token that pi_theta gives 0.9.
 
     Left: the largest KL among responses that still have gradient. Right: the largest ratio with a negative advantage
-    that still has gradient. Every response of a small tree is enumerated at each probability; nothing is sampled.
+    that still has gradient. A gap stands where there is none. Every response of a small tree is enumerated at each
+    probability; nothing is sampled.
     """
     probabilities = np.geomspace(1e-3, 0.9, 61)
     reach = gradient_reach(*routing_flips(probabilities))
@@ -24,8 +26,8 @@ def draw_token_level() -> Figure:
     kl_axes, ratio_axes = figure.subplots(1, 2)
     for name, label in LABELS.items():
         line = {"linestyle": STYLES[name], "label": label, "linewidth": 2.5 if name == "no_mask" else 1.5}
-        kl_axes.plot(probabilities, reach[name].max_kl, **line)
-        ratio_axes.plot(probabilities, np.maximum(reach[name].largest_opposed_ratio, 0.1), **line)
+        kl_axes.plot(probabilities, _gaps(reach[name].max_kl), **line)
+        ratio_axes.plot(probabilities, _gaps(reach[name].largest_opposed_ratio), **line)
     kl_axes.set(
         xscale="log", xlabel="pi_roll of the flipped token", ylabel="largest KL in responses with gradient (nats)"
     )
@@ -37,6 +39,11 @@ def draw_token_level() -> Figure:
     )
     for axes in (kl_axes, ratio_axes):
         axes.grid(alpha=0.25)
-    ratio_axes.legend(fontsize=8)
+    ratio_axes.legend(fontsize=8, title="a line stops where nothing is kept", title_fontsize=8)
     figure.suptitle("A routing flip: pi_theta gives a token 0.9 that pi_roll gives less")
     return figure
+
+
+def _gaps(values: FloatArray) -> FloatArray:
+    """Leave a gap where nothing is kept, which `GradientReach` gives as 0."""
+    return np.where(values > 0, values, np.nan)

@@ -52,13 +52,21 @@ def write_report(config: RunConfig) -> list[Path]:
 
     from evaluation.claims import claims_summary, evaluate_claims
     from evaluation.document import to_markdown
+    from evaluation.experiment import trial_warning
     from evaluation.figures import FIGURES, save_figures
     from evaluation.html import to_html
     from evaluation.length_bias import rows_by_seed
     from evaluation.outcomes import REPORTED_METRICS, run_outcomes
     from evaluation.recorded_thresholds import recorded_thresholds
     from evaluation.report import SCORE_NAME, ReportData, build_report, summary_table
-    from evaluation.report_figures import BOUNDS, KEPT, arm_pictures, file_picture, plan_pictures
+    from evaluation.report_figures import (
+        BOUNDS,
+        KEPT,
+        arm_pictures,
+        file_picture,
+        plan_pictures,
+        survival_picture,
+    )
     from evaluation.token_level import draw_token_level
     from pipelines.tracking_reader import read_experiment
 
@@ -70,6 +78,7 @@ def write_report(config: RunConfig) -> list[Path]:
     recorded = recorded_thresholds({run.name: run.settings for run in experiment.runs}, config.claims)
     claims = evaluate_claims(points, recorded.thresholds, None if rows is None else rows_by_seed(rows))
     written = save_figures(points, figures, score_name=SCORE_NAME)
+    outcomes = run_outcomes(points)
     token_level = draw_token_level()
     for suffix in ("png", "pdf"):
         token_level.savefig(figures / f"token_level.{suffix}", dpi=150)
@@ -84,6 +93,7 @@ def write_report(config: RunConfig) -> list[Path]:
             figures={plan.name: plan_pictures(points, plan, figures, score_name=SCORE_NAME) for plan in FIGURES},
             kept=arm_pictures(points, KEPT, figures, name="kept", title="Share of sequences kept"),
             bounds=arm_pictures(points, BOUNDS, figures, name="bounds", title="Bounds and surrogate, in reward units"),
+            survival=survival_picture(outcomes, figures, min_seeds=recorded.thresholds.min_seeds),
             token_level=file_picture(
                 token_level,
                 figures / "token_level.svg",
@@ -95,8 +105,8 @@ def write_report(config: RunConfig) -> list[Path]:
     )
     write_atomically(folder / "report.md", to_markdown(report))
     write_atomically(folder / REPORT_FILE, to_html(report))
-    summary = f"{summary_table(run_outcomes(points))}\n\n{claims_summary(claims)}\n"
-    write_atomically(folder / "summary.txt", summary)
+    parts = [trial_warning(experiment), summary_table(outcomes), claims_summary(claims)]
+    write_atomically(folder / "summary.txt", "\n\n".join(part for part in parts if part) + "\n")
     others = [file for pattern in ("*.svg", "table_2.*", "token_level.p*") for file in figures.glob(pattern)]
     texts = [folder / name for name in (REPORT_FILE, "report.md", "summary.txt")]
     return [*texts, *written, *sorted(set(others) - set(written))]

@@ -92,19 +92,30 @@ def disturbed(
         time.sleep(0.1)  # the workers die with their parent
 
 
+def last_written(folder: Path) -> tuple[float, Path | None]:
+    """Find the file of a run that was written last: when, in seconds, and which; files come and go meanwhile."""
+    newest: tuple[float, Path | None] = (0.0, None)
+    for path in folder.glob("*/seed_*/**/*"):
+        try:
+            changed = path.stat().st_mtime
+        except FileNotFoundError:
+            continue
+        if path.name not in ("lock", "config.yaml") and path.is_file() and changed > newest[0]:
+            newest = (changed, path)
+    return newest
+
+
 def newest_change(folder: Path) -> float:
     """Say when a file of a run's last changed, seconds; 0 when there is none."""
-    times = [path.stat().st_mtime for path in folder.glob("*/seed_*/**/*") if path.name not in ("lock", "config.yaml")]
-    return max(times, default=0.0)
+    return last_written(folder)[0]
 
 
 def stage(folder: Path) -> str:
     """Name what the run wrote last, as a hint of what the kill interrupted."""
-    newest, name = 0.0, "start"
-    for path in folder.glob("*/seed_*/**/*"):
-        if path.is_file() and path.name != "lock" and path.stat().st_mtime > newest:
-            newest, name = path.stat().st_mtime, path.parent.name if path.suffix == ".parquet" else path.name
-    return f"after {name}"
+    path = last_written(folder)[1]
+    if path is None:
+        return "at the start"
+    return f"after {path.parent.name if path.suffix == '.parquet' else path.name}"
 
 
 def outcome(folder: Path) -> dict[str, object]:

@@ -18,7 +18,7 @@ TARGET = 0.7
 """Acceptance that TRM (arXiv 2512.23075v3) recommends to stay above."""
 
 MIN_SEQUENCES = 30
-"""Sequences with tokens below which no threshold is advised: 70% of fewer is known to within 17 points at best."""
+"""Sequences with tokens below which no threshold is advised: 70% of 30 has a standard error of 8 points."""
 
 MISLEADING = ("log_base", "shifted", "identical", "swapped", "top_p", "temperature")
 """Findings after which the drift is that of the data's form, so that a threshold on it means nothing."""
@@ -102,9 +102,7 @@ def withheld(num_sequences: int, codes: list[str]) -> str | None:
     """
     misleading = [code for code in codes if code in MISLEADING]
     if misleading:
-        return (
-            f"no threshold is advised: with the finding {misleading[0]} the numbers are not the mismatch; mend it first"
-        )
+        return f"no threshold is advised: with the finding {misleading[0]} the drift is not the mismatch; mend it first"
     if num_sequences < MIN_SEQUENCES:
         return f"no threshold is advised: {counted(num_sequences, 'sequence')} with tokens, {MIN_SEQUENCES} are needed"
     return None
@@ -136,10 +134,10 @@ def _advise_max(floor: float | None, ceiling: float, length: int) -> Payload:
         f"every threshold from {floor:.3g} keeps above {TARGET:.0%}; up to {ceiling:.3g} the unified bound at T = "
         f"{length:,} is below 1, the range of the reward; the largest that does both is advised"
         if is_both
-        else f"no threshold keeps {TARGET:.0%} and bounds the error below 1: above {TARGET:.0%} acceptance starts at {floor:.3g}, and the unified bound at T "
-        f"= {length:,} is below 1 only up to {ceiling:.3g}; the smallest that keeps enough is advised. The bound there "
-        f"is {bound:,.3g}: finite, and above the reward's range, so it certifies nothing; shorten responses or reduce "
-        "the mismatch for a bound that does"
+        else f"no threshold keeps {TARGET:.0%} and bounds the error below 1: above {TARGET:.0%} acceptance starts at "
+        f"{floor:.3g}, and the unified bound at T = {length:,} is below 1 only up to {ceiling:.3g}; the smallest that "
+        f"keeps enough is advised. The bound there is {bound:,.3g}: finite, and above the reward's range, so it "
+        "certifies nothing; shorten responses or reduce the mismatch for a bound that does"
     )
     return {"floor": floor, "ceiling": _finite(ceiling), "advised": advised, "bound": bound, "reason": reason}
 

@@ -91,13 +91,14 @@ def load_file(
             name, found = "trm-repro", {k: v for k, v in found.items() if not k.endswith("_distribution")}
         if "policy_log_distribution" not in found:
             found.pop("rollout_log_distribution", None)
+        unread: set[str] = set()
         if reading.is_quick:
-            found.pop("token_ids", None)
+            unread = {found.pop("token_ids", "")}
         fields["format"] = name
         fields.update(found)
         reading.formats[name] += 1
         reading.used |= found
-        reading.unused |= set(available) - set(found.values())
+        reading.unused |= set(available) - set(found.values()) - unread
         return set(found.values())
 
     for raw in read_chunks(path, wanted):

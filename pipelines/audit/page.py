@@ -88,10 +88,7 @@ def _steps(steps: list[Payload]) -> list[Block]:
 
 def _acceptance(payload: Payload) -> list[Block]:
     held = payload["bound_if_threshold_held"]
-    rows: list[Sequence[str | Cell]] = [
-        [Cell(text=name, is_code=True), f"{kept:.1%}", figure(held.get(name))]
-        for name, kept in payload["acceptance"].items()
-    ]
+    rows = [[name, f"{kept:.1%}", figure(held.get(name))] for name, kept in payload["acceptance"].items()]
     sweeps = {title: payload["sweep"][name] for name, title in SWEEP_TITLES.items() if payload["sweep"][name]}
     blocks: list[Block] = [
         Table(
@@ -173,7 +170,7 @@ def _sweep_picture(sweeps: dict[str, list[Any]]) -> Picture:
         axes = drawing.add_subplot()
         for name, points in sweeps.items():
             axes.plot([point[0] for point in points], [point[1] for point in points], label=name)
-        axes.axhline(TARGET, linestyle="--", color="#000000", linewidth=0.8, label=f"{TARGET:g}, advised minimum")
+        axes.axhline(TARGET, linestyle="--", color="#000000", linewidth=0.8, label=f"{TARGET:g}, recommended minimum")
         axes.set(xscale="log", xlabel="threshold", ylabel="accepted fraction", ylim=(0, 1.02))
         axes.legend()
         axes.grid(alpha=0.3)

@@ -57,6 +57,7 @@ def test_the_report_reads_offline_in_both_themes_on_a_desk_and_on_a_phone(page: 
                 requests = browser.evaluate("performance.getEntriesByType('resource').map(entry => entry.name)")
                 assert all(name.startswith("data:") for name in requests)
         assert browser.evaluate("getComputedStyle(document.querySelector('.stacked td')).display") == "block"
+        assert browser.evaluate("getComputedStyle(document.querySelector('.stacked td')).whiteSpace") == "pre-line"
 
 
 def test_the_reader_can_choose_the_theme_and_open_what_is_folded(page: str, tmp_path: Path):

@@ -138,7 +138,7 @@ def test_mlflow_has_parent_and_nested_runs_with_every_point(smoke: Path):
 
 def test_figures_come_with_points_that_name_their_run(smoke: Path):
     folder = smoke / "runs" / "figures"
-    for name in ("figure_1", "figure_2", "control"):
+    for name in ("figure_2", "control"):
         assert (folder / f"{name}.png").read_bytes().startswith(b"\x89PNG")
         assert (folder / f"{name}.pdf").read_bytes().startswith(b"%PDF")
     points = pd.read_csv(folder / "control.csv")
@@ -150,6 +150,9 @@ def test_report_and_summary_say_what_was_run(smoke: Path):
     report = (smoke / "runs" / "report.md").read_text()
     assert "| ppo_clip | 1 | 4 |" in report
     assert "not run" in report
+    assert "> **Warning.** A trial of 4 steps" in report
+    assert "| not run |" not in (smoke / "stdout.txt").read_text()
+    assert "claims were not run; the report lists them." in (smoke / "stdout.txt").read_text()
     assert "figures/figure_2_gap.svg" in report
     page = smoke / "runs" / "report.html"
     assert page.read_text().count('src="data:image/svg+xml;base64,') > 10

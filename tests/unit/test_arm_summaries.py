@@ -24,11 +24,11 @@ def summary(runs, quantity="final score"):
     return row
 
 
-def test_few_seeds_have_a_range_and_one_seed_has_none():
+def test_few_seeds_have_a_range_and_one_seed_stands_alone():
     three = summary(finals("ppo_clip", [0.5, 0.6, 0.7]))
     assert (three.mean, three.low, three.high) == (pytest.approx(0.6), 0.5, 0.7)
     assert str(three) == "0.6 (range 0.5 to 0.7, n = 3)"
-    assert str(summary(finals("ppo_clip", [0.5]))) == "0.5 (one seed)"
+    assert str(summary(finals("ppo_clip", [0.5]))) == "0.5"
 
 
 def test_five_seeds_have_the_bootstraps_interval():
@@ -47,14 +47,16 @@ def test_seeds_without_a_value_are_counted_beside_the_others():
     assert str(summary(known, "lasting collapse")) == "0.5 (range 0 to 1, n = 2)"
 
 
-def test_the_table_has_a_line_an_arm_and_no_bare_mean():
+def test_the_table_has_a_line_an_arm_and_no_bare_mean_of_several_seeds():
     runs = finals("trm_avg_0.001", [0.5, 0.6]) + finals("ppo_clip", [0.5])
     table = arms_table(runs, THRESHOLDS)
     assert table.columns == ["arm", *QUANTITIES]
     assert [row[0] for row in table.rows] == ["ppo_clip", "trm_avg_0.001"]
-    for row in table.rows:
-        assert len(row) == len(table.columns)
-        assert all("(" in cell or cell == "cannot say" for cell in row[1:])
+    one_seed, two_seeds = table.rows
+    assert len(one_seed) == len(two_seeds) == len(table.columns)
+    assert all("(" in cell or cell == "cannot say" for cell in two_seeds[1:])
+    assert not any("(" in cell for cell in one_seed[1:])
+    assert "without brackets is that of one seed" in table.caption
 
 
 def compared(runs, quantity="final score", **others):
@@ -95,7 +97,7 @@ def test_without_problem_scores_few_seeds_have_a_range_and_one_has_none():
     assert row.p_value == pytest.approx(0.5)  # two seeds get no smaller
     assert str(row) == "+0.5 (+0.4 to +0.6, range)"
     (alone,) = compared([*finals("a", [0.75]), *finals("b", [0.25])])
-    assert (str(alone), alone.p_value, math.isnan(alone.low)) == ("+0.5 (one seed)", None, True)
+    assert (str(alone), alone.p_value, math.isnan(alone.low)) == ("+0.5", None, True)
 
 
 def test_a_shared_seed_without_a_value_is_counted_beside_the_others():

@@ -37,6 +37,26 @@ def test_every_key_of_a_choice_is_a_key_or_a_section(choice: Choice):
         assert key in choice.keys or key.partition(".")[0] in choice.keys
 
 
+@pytest.mark.parametrize(
+    ("answer", "value", "words"),
+    [
+        ("with {a}", "None", "with null"),
+        ("{a}", "(101, 102)", "101 and 102"),
+        ("{a}", "(1,)", "1"),
+        ("{a}", "[1, 2, 3]", "1, 2 and 3"),
+        ("{a}", "()", "none"),
+        ("{a}", "(not recorded)", "(not recorded)"),
+        ("{a} steps", "1", "1 step"),
+        ("{a} steps", "11", "11 steps"),
+        ("{a} steps", "0.1", "0.1 steps"),
+        ("{a} disjoint minibatches, passes: 1", "1", "1 disjoint minibatch, passes: 1"),
+    ],
+)
+def test_values_are_written_for_a_reader(answer, value, words):
+    ((_, written, _),) = choices_table({"a": value}, [Choice(question="", answer=answer)]).rows
+    assert written == words
+
+
 def test_a_value_comes_from_the_settings_and_one_that_is_not_there_is_not_made_up():
     choice = Choice(question="rate", answer="{update.learning_rate} after {update.warmup_updates}", keys=("update",))
     text = table_markdown(choices_table({"update.learning_rate": "0.25"}, [choice]))

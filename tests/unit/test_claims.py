@@ -147,7 +147,7 @@ def test_an_effect_says_what_its_ends_are():
     enough = judge_part(part([0.1] * 5), THRESHOLDS).effect
     assert str(enough) == "0.1 (0.1 to 0.1)"
     assert str(Effect.exact(409.5)) == "409.5 (exact)"
-    assert str(judge_part(part([0.1]), THRESHOLDS).effect) == "0.1 (no range)"
+    assert str(judge_part(part([0.1]), THRESHOLDS).effect) == "0.1"
     broken = judge_part(part([math.nan, 0.2, 0.4, 0.3, 0.3]), THRESHOLDS).effect
     assert str(broken) == "0.3 (range 0.2 to 0.4)"
     assert str(judge_part(part([math.nan]), THRESHOLDS).effect) == "not measured"
@@ -319,19 +319,42 @@ def test_a_seed_whose_rows_lack_a_gate_does_not_count():
 
 def test_tables_have_a_line_a_claim_and_as_many_cells_in_each():
     rows = evaluate(paper_runs(5), rejections=PAPER_LENGTHS, num_seeds=5)
-    for table in (claims_table(rows), claims_summary(rows)):
-        lines = table.splitlines()
-        assert len(lines) == len(rows) + 2
-        assert len({line.count("|") for line in lines}) == 1
+    lines = claims_table(rows).splitlines()
+    assert len(lines) == len(rows) + 2
+    assert len({line.count("|") for line in lines}) == 1
     line = next(line for line in claims_table(rows).splitlines() if "PPO clipping ends" in line)
     assert "| reproduced | 5 |" in line
     assert "| 1.18 (1.18 to 1.18); 0.3 (0.3 to 0.3) |" in line  # log10(0.3 / 0.02) = 1.176
     assert "| 0.031 (0.625) |" in line  # 1/32, and times the twenty claims with a p-value
 
 
-def test_no_effect_stands_without_its_interval_range_or_word():
+@pytest.mark.parametrize(
+    ("num_seeds", "end"),
+    [
+        (5, "1 claim was not run; the report lists it."),  # the paper's scale
+        (0, "{n} claims were not run; the report lists them."),
+    ],
+)
+def test_the_summary_lists_claims_that_were_run_and_counts_the_others(num_seeds, end):
+    points = paper_runs(num_seeds) if num_seeds else pd.DataFrame(columns=COLUMNS)
+    rows = evaluate(points, rejections=PAPER_LENGTHS if num_seeds else None, num_seeds=num_seeds)
+    run = [row for row in rows if row.verdict != "not run"]
+    lines = claims_summary(rows).splitlines()
+    assert lines[-2:] == ["", end.format(n=len(rows) - len(run))]
+    assert [line.split(" | ")[1] for line in lines[2:-2]] == [row.text for row in run]
+    assert claims_summary(run).splitlines() == lines[:-2]
+
+
+def test_a_summary_of_claims_that_were_all_not_run_is_one_line():
+    row = row_of(evaluate(pd.DataFrame(columns=COLUMNS)), "paper's scale")
+    assert claims_summary([row]) == "1 claim was not run; the report lists it."
+
+
+def test_no_effect_of_seeds_that_differ_stands_without_its_range():
     for row in evaluate(paper_runs(2)):
-        assert all(effect.kind in ("range", "exact") and "(" in str(effect) for effect in row.effects)
+        for effect in row.effects:
+            assert effect.kind in ("range", "exact")
+            assert ("(" in str(effect)) == (effect.kind == "exact" or effect.low < effect.high)
 
 
 def test_the_scale_of_the_paper_is_said_to_be_out_of_reach():

@@ -52,11 +52,13 @@ def test_below_five_seeds_every_run_is_a_curve_of_its_own_with_its_own_points():
 
 
 def test_five_seeds_make_a_mean_with_a_band():
-    gap_axes, score_axes = draw(["ppo_clip"], [0, 1, 2, 3, 4])
+    gap_axes, score_axes = draw(["token_is", "ppo_clip"], [0, 1, 2, 3, 4])
     for axes in (gap_axes, score_axes):
-        assert [line.get_label() for line in axes.lines] == ["ppo_clip, mean of 5 seeds"]
-        (band,) = axes.collections
-        assert isinstance(band, PolyCollection)
+        assert [line.get_label() for line in axes.lines] == [
+            "token_is, mean of 5 seeds",
+            "ppo_clip, mean of 5 seeds",
+        ]
+        assert [isinstance(band, PolyCollection) for band in axes.collections] == [True, True]
     assert list(gap_axes.lines[0].get_ydata()) == pytest.approx([0.12, 0.22, 0.32])
     at_step_1 = [y for x, y in gap_axes.collections[0].get_paths()[0].vertices if x == 1.0]
     low, high = mean_interval(np.array([[0.1, 0.11, 0.12, 0.13, 0.14]]))
@@ -64,17 +66,25 @@ def test_five_seeds_make_a_mean_with_a_band():
 
 
 def test_only_the_arms_of_the_figure_are_drawn():
-    gap_axes, _ = draw(["token_is", "trm_max_0.1"], [1])
-    assert [line.get_label() for line in gap_axes.lines] == ["token_is, seed 1"]
+    gap_axes, _ = draw(["token_is", "trm_max_0.1", "ppo_clip"], [1])
+    assert [line.get_label() for line in gap_axes.lines] == ["token_is, seed 1", "ppo_clip, seed 1"]
 
 
-def test_a_figure_without_any_of_its_arms_is_not_drawn():
-    assert draw_figure(make_points(["trm_max_0.1"], [1]), FIGURE_1, score_name="") is None
+@pytest.mark.parametrize("arms", [["trm_max_0.1"], ["ppo_clip", "trm_max_0.1"]])
+def test_a_figure_with_fewer_than_two_of_its_arms_is_not_drawn(arms):
+    assert draw_figure(make_points(arms, [1]), FIGURE_1, score_name="") is None
+
+
+def test_files_of_a_figure_that_is_no_longer_drawn_are_removed_and_others_stay(tmp_path):
+    for name in ("figure_1.png", "figure_1.csv", "mine.png"):
+        (tmp_path / name).write_bytes(b"old")
+    assert save_figures(make_points(["ppo_clip"], [1]), tmp_path, score_name="s") == []
+    assert [file.name for file in tmp_path.iterdir()] == ["mine.png"]
 
 
 @pytest.fixture(scope="module")
 def saved(tmp_path_factory):
-    """Figures of two seeds of three arms, none of which is in figure 3: points, folder and the files returned."""
+    """Figures of two seeds of three arms, of which one is in the control and none in figure 3."""
     points = make_points(["token_is", "ppo_clip", "trm_max_0.05"], [1, 2])
     folder = tmp_path_factory.mktemp("report") / "figures"
     return points, folder, save_figures(points, folder, score_name="s")
@@ -82,7 +92,7 @@ def saved(tmp_path_factory):
 
 def test_figures_are_saved_as_png_pdf_and_csv_and_only_where_there_is_data(saved):
     _, folder, written = saved
-    stems = ("figure_1", "figure_2", "control")
+    stems = ("figure_1", "figure_2")
     assert {path.name for path in written} == {f"{stem}.{suffix}" for stem in stems for suffix in ("png", "pdf", "csv")}
     assert set(folder.iterdir()) == set(written)
     assert (folder / "figure_1.pdf").read_bytes().startswith(b"%PDF")

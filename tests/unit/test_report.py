@@ -6,12 +6,19 @@ import pytest
 
 from evaluation.claim_rows import ClaimRow, Effect
 from evaluation.claims import ClaimThresholds, evaluate_claims
-from evaluation.document import Picture, to_markdown
+from evaluation.document import Picture, table_markdown, to_markdown
 from evaluation.experiment import ExperimentRecord, RunRecord
 from evaluation.html import to_html
 from evaluation.outcomes import ACCEPTANCE, GAP, SCORE, RunOutcome
 from evaluation.report import ReportData, build_report, summary_table
-from evaluation.report_tables import claims_block, figure_claims, metrics_table, over_seeds, times_table
+from evaluation.report_tables import (
+    claims_block,
+    figure_claims,
+    metrics_table,
+    over_seeds,
+    times_table,
+    untested_claims,
+)
 
 SVG = b"<svg xmlns='http://www.w3.org/2000/svg' width='8' height='4'/>"
 THRESHOLDS = ClaimThresholds(num_random_pairs=1, num_resamples=200)
@@ -143,9 +150,9 @@ def test_every_run_has_a_line_that_names_its_mlflow_run():
     assert line_with(text, "`ppo_clip-1`").startswith("| ppo_clip | 1 | 60 | 0.40 | 0.10 |")
 
 
-def test_few_seeds_stand_with_their_range_and_one_without():
+def test_few_seeds_stand_with_their_range_and_one_alone():
     assert over_seeds([0.2, 0.6], THRESHOLDS) == "0.4 (range 0.2 to 0.6)"
-    assert over_seeds([0.5], THRESHOLDS) == "0.5 (no range)"
+    assert over_seeds([0.5], THRESHOLDS) == "0.5"
     assert over_seeds([], THRESHOLDS) == ""
 
 
@@ -158,7 +165,20 @@ def test_a_seed_without_a_value_is_counted_and_not_averaged():
     assert over_seeds([0.2, float("nan"), 0.6], THRESHOLDS) == "0.4 (range 0.2 to 0.6); 1 seeds without a value"
 
 
-def test_a_claim_has_each_part_of_its_test_beside_its_effect():
+def test_a_claim_of_one_part_needs_no_numbers():
+    effect = Effect(estimate=0.5, low=0.5, high=0.5, kind="range")
+    row = ClaimRow(source="a", text="b", test="x > 0", data="c", num_seeds=1, effects=(effect,), verdict="inconclusive")
+    table = claims_block([row])
+    assert table.rows[0][4:] == ["x > 0", "0.5", "", "c"]
+    assert "number without them is that of one seed" in " ".join(table.caption.split())
+
+
+def test_data_and_note_stay_apart_in_markdown():
+    row = ClaimRow(source="a", text="b", test="x > 0", data="runs of c", num_seeds=0, note="mind")
+    assert "| x \\> 0 | runs of c. Note: mind |" in table_markdown(untested_claims([row]))
+
+
+def test_each_part_of_a_claims_test_has_the_number_of_what_was_measured_for_it():
     row = ClaimRow(
         source="Figure 2",
         text="it rises",
@@ -176,9 +196,12 @@ def test_a_claim_has_each_part_of_its_test_beside_its_effect():
     )
     cells = claims_block([row]).rows[0]
     assert cells[2].tone == "good"
-    assert cells[4] == "score > 0.05: 0.2 (0.1 to 0.3);\ngap < 1: 0.5 (range 0.4 to 0.6)"
-    assert cells[5:] == ["0.031 (0.250)", "runs of a\nmind"]
-    assert [cells[0] for cells in figure_claims([row], "Figure 2").rows] == ["it rises"]
+    assert cells[4] == "(1) score > 0.05;\n(2) gap < 1"
+    assert cells[5] == "(1) 0.2 (0.1 to 0.3);\n(2) 0.5 (range 0.4 to 0.6)"
+    assert cells[6:] == ["0.031 (0.250)", "runs of a.\nNote: mind"]
+    beside_figure = figure_claims([row], "Figure 2")
+    assert beside_figure.columns == ["claim", "here", "test", "measured"]
+    assert [[cells[0], *cells[2:]] for cells in beside_figure.rows] == [["it rises", *cells[4:6]]]
     assert not figure_claims([row], "Figure 1").rows
     assert not figure_claims([dataclasses.replace(row, verdict="not run")], "Figure 2").rows
 
@@ -200,8 +223,9 @@ def test_fewer_than_five_seeds_are_called_an_indication(num_seeds, is_few):
 
 def test_the_engines_gap_is_that_of_the_first_step_over_runs():
     text = render()
-    assert line_with(text, "PPL gap, nats per token").endswith("| 1.0e-03 to 2.0e-03 | 2 |")
-    assert line_with(text, "largest token KL").endswith("| 7.0e-02 to 7.0e-02 | 1 |")
+    assert line_with(text, "PPL gap, nats per token").endswith("| 0.001 to 0.002 | 2 |")
+    assert line_with(text, "largest token KL").endswith("| 0.07 | 1 |")
+    assert line_with(text, "routed alike").endswith("| 0.998 | 1 |")
 
 
 def test_stages_are_reported_in_seconds_and_as_shares_of_all_steps():
@@ -228,6 +252,39 @@ def test_figures_stand_beside_what_the_paper_shows():
         "![curves](figures/figure_2_gap.svg)"
     )
     assert "each loose criterion alone fails" not in text
+
+
+def test_figures_that_have_one_arm_or_none_are_named_with_the_arms_they_lack():
+    line = line_with(render(), "Left out")  # there are points of ppo_clip and trm_avg_0.001
+    assert "Figure 1 (without token_is); Figure 3 (without trm_max_0.1, trm_avg_0.002, trm_max_0.1" in line
+    assert "Figure 2" not in line
+    assert "Control" not in line
+
+
+def test_a_figure_says_which_of_its_arms_were_not_run():
+    picture = Picture(image=SVG, alt="curves", path="figures/figure_2_gap.svg")
+    assert line_with(render(figures={"figure_2": [picture]}), "PPO clipping does not.").endswith(
+        "Not run here: trm_max_0.05."
+    )
+
+
+@pytest.mark.parametrize(
+    ("name", "num_steps", "is_trial"),
+    [("smoke", "60", True), ("mine", "19", True), ("mine", "20", False), ("smoke_like", "60", False)],
+)
+def test_a_trial_is_said_to_mean_nothing_before_everything_else(name, num_steps, is_trial):
+    parent = record(name=name, settings={"num_steps": num_steps})
+    text = render(experiment=experiment([record("ppo_clip", 1)], parent=parent))
+    banner = f"> **Warning.** A trial of {num_steps} steps: its numbers mean nothing beyond that every part ran."
+    assert (banner in text) == is_trial
+    assert not is_trial or text.index(banner) < text.index("## Claims")
+
+
+def test_settings_are_written_as_in_a_configuration_file():
+    settings = {"num_steps": "60", "policy.path": "None", "reproduce.seeds": "(1,)", "trainer.fast": "True"}
+    text = render(experiment=experiment([record("ppo_clip", 1)], parent=record(name="m", settings=settings)))
+    for line in ("| `policy.path` | null |", "| `reproduce.seeds` | \\[1\\] |", "| `trainer.fast` | true |"):
+        assert line in text
 
 
 def test_commit_command_configuration_and_environment_are_there():
