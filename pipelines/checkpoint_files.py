@@ -4,6 +4,7 @@
 """
 
 import os
+import re
 import shutil
 import sys
 from pathlib import Path
@@ -52,7 +53,9 @@ def find_checkpoint(path: Path, *, is_sharded: bool) -> Path | None:
     Raises:
         InputError: if all there are are damaged, or one was written by the other kind of run.
     """
-    found = sorted(path.parent.glob(f"{path.stem}.[0-9]*{path.suffix}"), key=lambda file: int(file.suffixes[-2][1:]))
+    names = re.compile(rf"{re.escape(path.stem)}\.([0-9]+){re.escape(path.suffix)}")
+    ages = {int(match[1]): file for file in path.parent.glob("*") if (match := names.fullmatch(file.name))}
+    found = [ages[age] for age in sorted(ages)]
     candidates = [*([path] if path.exists() else []), *found]
     problem: InputError | None = None
     for candidate in candidates:
@@ -60,13 +63,13 @@ def find_checkpoint(path: Path, *, is_sharded: bool) -> Path | None:
         try:
             _check_intact(candidate)
         except InputError as error:
-            problem = error
+            problem = problem or error
             continue
         if problem is not None:
             sys.stderr.write(f"trm-repro: {problem}\ntrm-repro: going on from the one before it, {candidate}\n")
         return candidate
     if problem is not None:
-        raise problem
+        raise InputError(f"{problem}" + f"; so are the {len(found)} before it" * (len(found) > 0 and path.exists()))
     return None
 
 

@@ -10,6 +10,7 @@ from functools import cache
 from pathlib import Path
 
 from pipelines.arguments import add_arm_argument, add_config_arguments, config_from
+from pipelines.credentials import public_config
 from trm_repro.config import RunConfig
 
 HELP = "print a configuration in full, each key with its meaning; conf/miniature.yaml is its output"
@@ -26,7 +27,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     """Run the command."""
-    config = config_from(arguments)
+    config = public_config(config_from(arguments))  # a password does not belong into a file
     sys.stdout.write(choices_text(config) if arguments.choices else config_text(config))
     return 0
 

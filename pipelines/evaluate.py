@@ -268,6 +268,8 @@ def _finish(
         raise InputError(f"{folder.path}: {error}") from None
     settings = folder.read_settings()
     about = settings.pop("about", {})
+    if not isinstance(about, dict):
+        raise InputError(f"{folder.settings_file}: about is no mapping; the file is damaged")
     scores: dict[str, object] = {
         "task": config.evaluation.task,
         "policy": about.get("policy"),

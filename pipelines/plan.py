@@ -28,6 +28,7 @@ from trm_repro.errors import InputError
 HELP = "print memory, operations, storage and time of a run on GPUs before it is started"
 RESERVE = 3e9  # bytes of a GPU for the CUDA context and fragmentation
 CHUNK_TOKENS = 512
+MOST_GPUS = 100_000
 SUGGESTIONS = {
     "masters": "use more GPUs (trainer.devices), or trainer.cpu_offload=true",
     "gradients": "use more GPUs (trainer.devices), or trainer.cpu_offload=true",
@@ -167,8 +168,8 @@ def make_plan(arguments: argparse.Namespace, config: RunConfig) -> Plan:
         if not 0 < getattr(arguments, name) <= 1:
             raise InputError(f"--{name.replace('_', '-')} must be in (0, 1], got {getattr(arguments, name)}")
     num_gpus = config.trainer.num_ranks if arguments.gpus is None else arguments.gpus
-    if num_gpus < 1:
-        raise InputError(f"--gpus must be >= 1, got {num_gpus}")
+    if not 1 <= num_gpus <= MOST_GPUS:
+        raise InputError(f"--gpus must be >= 1 and at most {MOST_GPUS}, got {num_gpus}")
     response = arguments.mean_response or float(config.rollout.max_response_tokens)
     prompt = arguments.mean_prompt or float(config.rollout.max_prompt_tokens)
     for name, value, most in (
@@ -248,6 +249,8 @@ def model_shape(config: RunConfig) -> tuple[ModelShape, str]:
     policy = config.policy
     if policy.path is not None and Path(policy.path).is_dir():
         return _shape_of_file(Path(policy.path) / "config.json"), f"{policy.path}/config.json"
+    if policy.path is not None and policy.path.startswith(("/", ".")):
+        raise InputError(f"policy.path={policy.path}: no such directory; expected config.json in it, or a hub name")
     if policy.vocab_size is None:
         raise InputError("policy.vocab_size is not set, so the model's size is not known; give policy.vocab_size")
     is_moe = policy.architecture == "moe"

@@ -6,7 +6,7 @@ MLflow is filled from it by `pipelines.tracking`, so that tracking can fail with
 import errno
 import json
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
@@ -92,13 +92,30 @@ def read_spool(path: Path) -> Iterator[SpoolEntry]:
                 return
             try:
                 entry = SpoolEntry(**json.loads(line))
-                is_entry = isinstance(entry.step, int) and all(
-                    isinstance(value, float | int) for value in entry.metrics.values()
-                )
-            except (ValueError, TypeError, AttributeError):
+                is_entry = _is_entry(entry)
+            except (ValueError, TypeError, AttributeError, RecursionError):
                 is_entry = False
             if not is_entry:
                 raise InputError(f"{path}: line {number} is no metrics entry; the file is damaged")
             if (entry.step, entry.kind) not in seen:
                 seen.add((entry.step, entry.kind))
                 yield entry
+
+
+def _is_entry(entry: SpoolEntry) -> bool:
+    """Whether the values that JSON gave are of the kinds an entry has."""
+    profiles = [*entry.profiles.values(), *entry.problem_scores.values()]
+    return (
+        type(entry.step) is int
+        and entry.step >= 0
+        and isinstance(entry.kind, str)
+        and _are_numbers([entry.time, *entry.metrics.values()])
+        and _are_numbers(entry.num_kept)
+        and all(_are_numbers(lengths) for lengths in entry.rejected_lengths or [])
+        and all(isinstance(values, list) and _are_numbers(values) for values in profiles)
+        and all(isinstance(stage, str) and _are_numbers([begin, end]) for stage, begin, end in entry.spans)
+    )
+
+
+def _are_numbers(values: Sequence[object]) -> bool:
+    return all(isinstance(value, float | int) and not isinstance(value, bool) for value in values)

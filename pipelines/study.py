@@ -17,7 +17,7 @@ import yaml
 
 from pipelines.run_directory import RunDirectory
 from pipelines.spool import read_spool
-from trm_repro.config import load_arm
+from trm_repro.config import CONF_DIR, load_arm
 from trm_repro.config_sections import require_plain_name
 from trm_repro.errors import InputError
 
@@ -65,7 +65,7 @@ class Cell:
 
 def configure(parser: argparse.ArgumentParser) -> None:
     """Add the command's arguments."""
-    parser.add_argument("study", type=Path, nargs="?", default=Path("conf/study.yaml"), help="default: conf/study.yaml")
+    parser.add_argument("study", type=Path, nargs="?", default=CONF_DIR / "study.yaml", help="default: conf/study.yaml")
     parser.add_argument("--cells", nargs="+", default=[], metavar="CELL", help="only these cells")
     parser.add_argument("--out", type=Path, default=Path("runs/study"), help="folder of the cells; default: runs/study")
     parser.add_argument("--collect", action="store_true", help="run nothing, only write what finished runs did")
@@ -81,11 +81,12 @@ def run(arguments: argparse.Namespace) -> int:
     failed = []
     for cell in chosen:
         list(cell_runs(cell, shared, arguments.out))  # a wrong setting is named before anything is run
-    for number, cell in enumerate(chosen, start=1):
-        if not arguments.collect:
-            sys.stderr.write(f"cell {number} of {len(chosen)}: {cell.name}\n")
-            if subprocess.run(cell_command(cell, shared, arguments.out), check=False).returncode:
-                failed.append(cell.name)
+    for number, cell in enumerate([] if arguments.collect else chosen, start=1):
+        sys.stderr.write(f"cell {number} of {len(chosen)}: {cell.name}\n")
+        if subprocess.run(cell_command(cell, shared, arguments.out), check=False).returncode:
+            failed.append(cell.name)
+        collect(cells, shared, arguments.out)
+    if arguments.collect:
         collect(cells, shared, arguments.out)
     sys.stdout.write(f"{arguments.out / 'runs.csv'}\n{arguments.out / 'points.csv'}\n")
     for name in failed:
@@ -105,6 +106,8 @@ def read_study(file: Path) -> tuple[tuple[str, ...], list[Cell]]:
     Raises:
         InputError: if the file cannot be read or has another form.
     """
+    if not file.is_file():
+        raise InputError(f"{file}: no such file; expected a study such as conf/study.yaml")
     try:
         text = yaml.safe_load(file.read_text(encoding="utf-8"))
     except (OSError, ValueError, RecursionError, yaml.YAMLError) as error:

@@ -50,6 +50,7 @@ TOKEN_DTYPES = {
 HIDDEN_DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32}
 """Hidden states are stored as their bytes, in the machine's order: Parquet has no bfloat16."""
 TOKEN_DIMENSIONS = {"log_distribution": 2, "hidden": 2, "top_ids": 2, "top_logprobs": 2, "experts": 3}
+LOGPROB_ROUNDING = 1e-3  # nats a log-prob may lie above 0
 UNREADABLE = (ValueError, RuntimeError, TypeError, OverflowError)
 LOGPROB_SLACK = 1e-4
 """Nats by which rounding can lift a log-prob above 0."""
@@ -213,6 +214,8 @@ def read_masks(path: Path) -> list[MaskRow]:
                 raise ValueError(
                     f"{len(mask.token_kl)} values of token_kl, {len(mask.policy_logprobs)} of policy_logprobs"
                 )
+            if bool((mask.policy_logprobs > LOGPROB_ROUNDING).any()):
+                raise ValueError(f"a policy log-prob is {float(mask.policy_logprobs.max()):.3g}, above 0")
         except UNREADABLE as error:
             raise InputError(f"{path}: row {number} is no mask ({' '.join(str(error).split())})") from None
         rows.append(mask)

@@ -24,7 +24,7 @@ from trm_repro.errors import InputError
 from trm_repro.file_locks import file_lock
 
 SQLITE_HEADER = b"SQLite format 3\x00"
-STORE_ERRORS = (MlflowException, SQLAlchemyError, ModuleNotFoundError, OSError)
+STORE_ERRORS = (MlflowException, SQLAlchemyError, ModuleNotFoundError, OSError, ValueError)  # the last: bad MLFLOW_*
 HTTP_SCHEMES = ("http://", "https://")
 SQLITE_SCHEME = "sqlite:///"
 REJECTIONS = ("INVALID_PARAMETER_VALUE", "BAD_REQUEST")

@@ -182,13 +182,6 @@ def test_engine_of_each_precision_holds_the_rounded_weights(precision: str, tmp_
         assert gap > 1e-5  # rounding shows
 
 
-def test_an_engine_of_experts_starts_after_a_dense_one(tmp_path: Path):
-    for architecture in ("dense", "moe"):
-        save_policy(make_policy(architecture, 0), TOKENIZER, tmp_path / architecture)
-        engine = start_engine(RolloutConfig(precision="float32"), tmp_path / architecture, 96)
-        assert len(engine.sample(requests(2), SamplingSettings(max_tokens=2, distribution="full"))) == 2
-
-
 def test_engine_agrees_with_transformers_engine_greedily(tmp_path: Path):
     policy = make_policy("dense", 2)
     save_policy(policy, TOKENIZER, tmp_path)

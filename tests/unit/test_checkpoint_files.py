@@ -99,8 +99,16 @@ def test_a_damaged_newest_checkpoint_falls_back_to_the_one_before_with_a_warning
     assert "checkpoint.ckpt: is damaged" in error
     assert "going on from the one before it" in error
     older(path, 1).write_bytes(b"")
-    with pytest.raises(InputError, match="is damaged"):
+    with pytest.raises(InputError, match=r"checkpoint\.ckpt: is damaged.*so are the 1 before it"):
         find_checkpoint(path, is_sharded=False)
+
+
+def test_other_files_beside_the_checkpoints_are_left_alone(tmp_path: Path):
+    path = tmp_path / "checkpoint.ckpt"
+    write_file(path, 3)
+    for name in ("checkpoint.1x.ckpt", "checkpoint.1.old.ckpt", "checkpoint.ckpt.bak"):
+        (tmp_path / name).write_bytes(b"mine")
+    assert find_checkpoint(path, is_sharded=False) == path
 
 
 def test_a_folder_without_its_metadata_is_damaged(tmp_path: Path, capsys: pytest.CaptureFixture[str]):

@@ -1,5 +1,6 @@
 """The spool: one entry a step and kind, whole lines only, whatever happens to the process or the disk."""
 
+import json
 import os
 from pathlib import Path
 
@@ -81,3 +82,29 @@ def test_a_run_is_held_by_one_process_at_a_time(tmp_path: Path):
         pass
     with directory.locked():
         pass
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"time": "x"},
+        {"spans": [1, 2]},
+        {"spans": [["rollout", 1.0, "x"]]},
+        {"num_kept": ["x"]},
+        {"profiles": {"mean_kl": 3}},
+        {"problem_scores": {"greedy": ["x"]}},
+        {"rejected_lengths": [["x"]]},
+        {"step": True},
+        {"step": -1},
+        {"kind": 3},
+        {"metrics": {"score/greedy": "x"}},
+    ],
+)
+def test_an_entry_of_other_kinds_of_values_is_named_by_its_line(tmp_path: Path, changes: dict[str, object]):
+    path = tmp_path / "metrics.jsonl"
+    MetricsSpool(path).append(entry(1, 0.25))
+    row = {"step": 2, "kind": "train", "time": 1.0, "metrics": {}} | changes
+    with path.open("a") as file:
+        file.write(json.dumps(row) + "\n")
+    with pytest.raises(InputError, match="line 2 is no metrics entry"):
+        list(read_spool(path))

@@ -55,8 +55,6 @@ class VllmEngine:
                 f"rollout.engine=vllm: vLLM cannot be imported ({error}); install it (make setup) or set "
                 "rollout.engine=transformers"
             ) from None
-        if config.placement == "in_process":
-            _forget_earlier_groups()
         self.precision = config.precision
         self.can_sleep = self.is_asleep = False
         model_length = -(-max_length // BLOCK_TOKENS) * BLOCK_TOKENS
@@ -259,11 +257,3 @@ def _check_colocation(hf_config: Any) -> None:  # noqa: ANN401
             "rollout.placement=colocated: vLLM runs a mixture of experts in several processes on GPUs only; set "
             "rollout.placement=server or policy.architecture=dense"
         )
-
-
-def _forget_earlier_groups() -> None:
-    """Let this engine make its own process groups: vLLM keeps a first engine's, and a dense one's lack the experts'."""
-    from vllm.distributed.parallel_state import destroy_model_parallel, model_parallel_is_initialized
-
-    if model_parallel_is_initialized():
-        destroy_model_parallel()
