@@ -1,7 +1,7 @@
 """`trm-repro audit PATH ...`: measure the mismatch in anybody's rollout dump, without vLLM and without a GPU.
 
-Files flow one way: sources (bytes to columns), adapters (whose names), loading (checked chunks), statistics and drift
-(numbers), acceptance, slices, findings and advice, then wording, output, terminal and page.
+Files flow one way: sources (bytes to columns), adapters (whose names), checks and loading (checked chunks), statistics
+and drift (numbers), acceptance, slices, findings and advice, then wording, output, terminal and page.
 """
 
 import argparse
@@ -12,6 +12,9 @@ HELP = "measure the mismatch in a dump of rollouts of any trainer, and what each
 
 FORMAT_NAMES = ("generic", "verl", "trl", "prime-rl", "slime", "skyrl", "nemo-rl", "areal", "openrlhf")
 """Keys of `adapters.FORMATS`, which a test holds equal; here so that --help needs no numpy."""
+
+MAX_LENGTH = 10**9
+"""Tokens of a response, at most, in --length-limit."""
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
@@ -78,16 +81,18 @@ def run(arguments: argparse.Namespace) -> int:
     from pipelines.audit.acceptance import parse_arm, parse_gate, parse_thresholds
     from pipelines.audit.adapters import parse_map
     from pipelines.audit.measure import Request, audit
-    from pipelines.audit.output import check_outputs, write_outputs
+    from pipelines.audit.output import check_outputs, printable, write_outputs
     from pipelines.audit.own_shards import find_dumps
     from pipelines.audit.terminal import summary_text
     from trm_repro.errors import InputError
 
-    check_outputs(arguments.json, arguments.html)
-    if arguments.length_limit is not None and arguments.length_limit < 1:
-        raise InputError(f"--length-limit must be >= 1, got {arguments.length_limit}")
+    if arguments.length_limit is not None and not 1 <= arguments.length_limit <= MAX_LENGTH:
+        raise InputError(f"--length-limit must be 1 to {MAX_LENGTH:,}, got {str(arguments.length_limit)[:20]}")
+    files = find_dumps(arguments.paths)
+    masks = [] if arguments.masks is None else [arguments.masks]
+    check_outputs(arguments.json, arguments.html, inputs=[*files, *masks])
     request = Request(
-        files=find_dumps(arguments.paths),
+        files=files,
         chosen_format=arguments.format,
         mapped=parse_map(arguments.map),
         masks=arguments.masks,
@@ -98,7 +103,7 @@ def run(arguments: argparse.Namespace) -> int:
         length_limit=arguments.length_limit,
         shows_progress=sys.stderr.isatty(),
     )
-    payload = audit(request)
+    payload = printable(audit(request))
     sys.stdout.write(summary_text(payload))
     for path in write_outputs(payload, json_path=arguments.json, html_path=arguments.html):
         sys.stdout.write(f"wrote {path}\n")

@@ -71,9 +71,10 @@ def parse_arm(name: str) -> Arm:
         limits = {key: float(value) for key, value in (match.groupdict() if match else {}).items() if value is not None}
     except ValueError:
         limits = {}
-    if not limits or not all(limit > 0 for limit in limits.values()):
+    if not limits or not all(0 < limit < math.inf for limit in limits.values()):
         raise InputError(
-            f"--arms {name!r}: expected trm_max_D, trm_avg_D, trm_max_D_avg_D, ln_trm_D or ser_D with thresholds > 0"
+            f"--arms {name!r}: expected trm_max_D, trm_avg_D, trm_max_D_avg_D, ln_trm_D or ser_D with finite "
+            "thresholds > 0"
         )
     return Arm(name, limits)
 
@@ -93,7 +94,13 @@ def parse_gate(text: str) -> tuple[str, str, dict[str, float]]:
         for setting in filter(None, settings.split(",")):
             key, _, value = setting.partition("=")
             given[key] = float(value)
-        fill_thresholds(find_spec(name), given)
+        spec = find_spec(name)
+        filled = fill_thresholds(spec, given)
+        for threshold, limit in given.items():
+            if math.isinf(limit):
+                raise ValueError(f"threshold {threshold} must be finite, got {limit}")
+        if spec.direction.startswith("keeps low <=") and filled["low"] > filled["high"]:
+            raise ValueError(f"low {filled['low']:g} is above high {filled['high']:g}, which keeps nothing")
     except ValueError as error:
         raise InputError(f"--gates {text!r}: {error}") from None
     return text, name, given

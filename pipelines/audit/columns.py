@@ -3,6 +3,7 @@
 Shape letters: B rows, N values. No Python loop over tokens: lists of a Parquet file keep their Arrow buffers.
 """
 
+from collections import Counter
 from dataclasses import dataclass
 from typing import Any
 
@@ -152,37 +153,55 @@ def from_rows(rows: list[Any]) -> tuple[Column | None, list[tuple[int, str]]]:
         The column, None where every value is None; and the rows that fit no column, each with why.
     """
     problems: list[tuple[int, str]] = []
-    first = next((row for row in rows if row is not None), None)
-    if first is None:
+    num_values = sum(row is not None for row in rows)
+    if not num_values:
         return None, problems
     is_null = np.array([row is None for row in rows])
     nulls = is_null if is_null.any() else None
-    if not isinstance(first, list):
+    if 2 * sum(isinstance(row, list) for row in rows) < num_values:  # what most rows have is what is expected
         return _scalars(rows, nulls, problems), problems
-    arrays, shape = [], ()
+    arrays: list[Array] = []
     for index, row in enumerate(rows):
         try:
-            array = np.array([] if row is None else row, dtype=np.float64)
-            if array.ndim == 0:
-                raise ValueError("one number where other rows have a list")
-            shape = array.shape[1:] if array.ndim > 1 else shape
-        except (ValueError, TypeError) as error:
-            array = np.zeros(0)
+            arrays.append(_list_of_numbers([] if row is None else row))
+        except (ValueError, TypeError, OverflowError) as error:
+            arrays.append(np.zeros(0))
             problems.append((index, " ".join(str(error).split())))
-        arrays.append(array.reshape(-1))
+    shapes = Counter(array.shape[1:] for array in arrays if array.size)
+    shape = shapes.most_common(1)[0][0] if shapes else ()
+    for index, array in enumerate(arrays):
+        if array.size and array.shape[1:] != shape:
+            problems.append((index, "lists nested otherwise than in other rows"))
+            arrays[index] = np.zeros(0)
+    arrays = [array.reshape(-1) for array in arrays]
     return Column(np.concatenate(arrays), offsets_of(np.array([len(a) for a in arrays])), nulls, shape), problems
 
 
+def _list_of_numbers(row: Any) -> Array:  # noqa: ANN401
+    """Make float64 of a list of numbers, whose nulls become NaN; a text is no number even where it looks like one."""
+    array = np.array(row)
+    if array.ndim == 0:
+        raise ValueError("one number where other rows have a list")
+    if array.dtype.kind not in "fiub":
+        text = next((value for value in [*row, *array.reshape(-1)] if isinstance(value, str)), None)
+        if text is not None:
+            raise ValueError(f"could not convert string {str(text)[:40]!r} to a number; expected numbers")
+    return array.astype(np.float64)
+
+
 def _scalars(rows: list[Any], nulls: Flags | None, problems: list[tuple[int, str]]) -> Column:
-    if all(row is None or isinstance(row, str) for row in rows):
-        return Column(np.array(["" if row is None else row for row in rows], dtype=object), None, nulls)
-    values = np.full(len(rows), np.nan)
+    """Make numbers of numbers; where a text is among them, keep every value as it is: identifiers may be of both."""
+    if any(isinstance(row, str) for row in rows):
+        for index, row in enumerate(rows):
+            if not isinstance(row, str | int | float | None):
+                problems.append((index, f"{str(row)[:40]!r} where other rows have a text"))
+        values = np.empty(len(rows), dtype=object)
+        values[:] = ["" if row is None or not isinstance(row, str | int | float) else row for row in rows]
+        return Column(values, None, nulls)
+    numbers = np.full(len(rows), np.nan)
     for index, row in enumerate(rows):
         try:
-            values[index] = np.nan if row is None else float(row)
-        except (ValueError, TypeError):
-            if isinstance(row, str):  # identifiers of both kinds: keep them apart by hash
-                values[index] = float(hash(row) % 2**52)
-            else:
-                problems.append((index, f"{str(row)[:40]!r} where other rows have a number"))
-    return Column(values, None, nulls)
+            numbers[index] = np.nan if row is None else float(row)
+        except (ValueError, TypeError, OverflowError):
+            problems.append((index, f"{str(row)[:40]!r} where other rows have a number"))
+    return Column(numbers, None, nulls)

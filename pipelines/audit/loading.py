@@ -8,14 +8,12 @@ from pathlib import Path
 import numpy as np
 
 from pipelines.audit.adapters import FORMATS, find_fields
+from pipelines.audit.checks import Rows, check_kinds, check_lengths, check_scalars, check_values
 from pipelines.audit.columns import Array, Column, Flags
-from pipelines.audit.own_shards import FileKind, add_policy, kind_of, read_policy
+from pipelines.audit.own_shards import FileKind, PolicyRows, add_policy, kind_of, read_policy
 from pipelines.audit.sources import RawChunk, read_chunks
 from pipelines.audit.statistics import Chunk, segment_sum
 from trm_repro.errors import InputError
-
-LOGPROB_SLACK = 1e-4
-"""Nats by which rounding can lift a log-prob above 0, as for our own shards."""
 
 MAX_NAMED = 20
 """Bad rows that are named one by one in the report; the rest are counted."""
@@ -84,22 +82,7 @@ def load_file(
     policy = read_policy(path, masks) if kind is FileKind.SHARD and "policy_logprobs" not in mapped else None
 
     def wanted(available: list[str]) -> set[str]:
-        if policy is not None:
-            available = [*available, "policy_logprobs", *(["token_kl"] if policy.token_kl is not None else [])]
-        name, found = find_fields(str(path), available, chosen=chosen, mapped=mapped)
-        if policy is not None:  # the whole distribution is not needed where its KL is known
-            name, found = "trm-repro", {k: v for k, v in found.items() if not k.endswith("_distribution")}
-        if "policy_log_distribution" not in found:
-            found.pop("rollout_log_distribution", None)
-        unread: set[str] = set()
-        if reading.is_quick:
-            unread = {found.pop("token_ids", "")}
-        fields["format"] = name
-        fields.update(found)
-        reading.formats[name] += 1
-        reading.used |= found
-        reading.unused |= set(available) - set(found.values()) - unread
-        return set(found.values())
+        return _choose(path, available, fields, reading, policy, chosen=chosen, mapped=mapped)
 
     for raw in read_chunks(path, wanted):
         if policy is not None:
@@ -107,72 +90,72 @@ def load_file(
         chunk = _checked(raw, fields, reading)
         if chunk is not None:
             yield chunk, raw.fraction_read
+    if not fields:
+        raise InputError(f"{path}: no row could be read")
+
+
+def _choose(
+    path: Path,
+    available: list[str],
+    fields: dict[str, str],
+    reading: Reading,
+    policy: PolicyRows | None,
+    *,
+    chosen: str | None,
+    mapped: dict[str, str],
+) -> set[str]:
+    """Fill in which column holds which field, more of them when columns appear later; return those to read."""
+    if policy is not None:
+        available = [*available, "policy_logprobs", *(["token_kl"] if policy.token_kl is not None else [])]
+    is_first = "format" not in fields
+    known = chosen if is_first or policy is not None else fields["format"]
+    name, found = find_fields(str(path), available, chosen=known, mapped=mapped)
+    if policy is not None:  # the whole distribution is not needed where its KL is known
+        name, found = "trm-repro", {k: v for k, v in found.items() if not k.endswith("_distribution")}
+    if "policy_log_distribution" not in found:
+        found.pop("rollout_log_distribution", None)
+    unread: set[str] = set()
+    if reading.is_quick:
+        unread = {found.pop("token_ids", "")}
+    late = [theirs for ours, theirs in found.items() if ours in ("mask", "length") and ours not in fields]
+    if late and not is_first:  # what came before was taken to be all response
+        raise InputError(f"{path}: {late[0]} is in later rows and in none of the first; give it to every row")
+    fields.update({"format": name} | found | fields)
+    found = {ours: theirs for ours, theirs in fields.items() if ours != "format"}
+    reading.formats[name] += is_first
+    reading.used |= found
+    reading.unused |= set(available) - set(found.values()) - unread
+    return set(found.values())
 
 
 def _checked(raw: RawChunk, fields: dict[str, str], reading: Reading) -> Chunk | None:
     num_rows = raw.num_rows if raw.num_rows is not None else max(c.num_rows for c in raw.columns.values())
     reading.counts["rows"] += num_rows
-    rows = _Rows(raw, num_rows, reading)
+    rows = Rows(raw, num_rows, reading.report)
     for index, reason in raw.problems:
         rows.bad(index, reason)
     columns = {ours: raw.columns[theirs] for ours, theirs in fields.items() if theirs in raw.columns}
     for name in ("rollout_logprobs", "policy_logprobs"):
         if name not in columns:
-            rows.drop(np.ones(num_rows, dtype=bool), f"no {fields[name]}")
+            rows.drop(np.ones(num_rows, dtype=bool), f"no {fields.get(name, name)}")
             return None
-        column = columns[name]
-        if column.offsets is None or column.values.dtype.kind not in "fiu":
-            raise InputError(
-                f"{raw.path}: column {fields[name]} has one {'text' if column.values.dtype.kind == 'O' else 'number'} "
-                "a row; expected a list of log-probs, one a token"
-            )
-        reading.dtypes.add(str(column.values.dtype))
-        if column.is_null is not None:
-            rows.drop(column.is_null, f"no {fields[name]}")
-    for name in ("policy_logprobs", "mask", "token_kl"):
-        if name in columns and columns[name].offsets is not None:
-            found, expected = columns[name].lengths, columns["rollout_logprobs"].lengths
-            is_missing = columns[name].is_null if columns[name].is_null is not None else False
-            rows.drop(
-                (found != expected) | (is_missing if name != "token_kl" else False),
-                lambda i, n=name, f=found, e=expected: f"{e[i]} {fields['rollout_logprobs']} but {f[i]} {fields[n]}",
-            )
-    columns = rows.take(columns)
+    columns = check_kinds(raw.path, columns, fields)
+    for name in ("rollout_logprobs", "policy_logprobs"):
+        reading.dtypes.add(str(columns[name].values.dtype))
+        is_null = columns[name].is_null
+        if is_null is not None:
+            rows.drop(is_null, f"no {fields[name]}")
+    check_lengths(columns, fields, rows)
+    columns = rows.take(check_scalars(columns, fields, rows))
     if not len(rows.index):
         return None
     columns = _responses_only(columns, fields, rows, reading)
-    _check_values(columns, fields, rows)
+    check_values(columns, fields, rows)
     return _to_chunk(rows.take(columns), reading)
 
 
-class _Rows:
-    """The rows of a chunk that are still good, and how to say which one is not."""
-
-    def __init__(self, raw: RawChunk, num_rows: int, reading: Reading) -> None:
-        self.raw, self.reading = raw, reading
-        self.index = np.arange(num_rows)
-        self.is_good: Flags = np.ones(num_rows, dtype=bool)
-
-    def bad(self, position: int, reason: str) -> None:
-        if self.is_good[position]:
-            self.is_good[position] = False
-            self.reading.report(f"{self.raw.where(int(self.index[position]))}: {reason}")
-
-    def drop(self, is_bad: Flags, reason: object) -> None:
-        for position in np.flatnonzero(is_bad & self.is_good):
-            self.bad(int(position), reason(position) if callable(reason) else str(reason))
-
-    def take(self, columns: dict[str, Column]) -> dict[str, Column]:
-        """Leave out the bad rows found so far, from the columns and from here."""
-        if self.is_good.all():
-            return columns
-        keep = self.is_good
-        self.index, self.is_good = self.index[keep], np.ones(int(keep.sum()), dtype=bool)
-        return {name: column.take(keep) for name, column in columns.items()}
-
-
 def _responses_only(
-    columns: dict[str, Column], fields: dict[str, str], rows: _Rows, reading: Reading
+    columns: dict[str, Column], fields: dict[str, str], rows: Rows, reading: Reading
 ) -> dict[str, Column]:
     """Leave out padding and prompt tokens, by mask, by length, or by what padding looks like."""
     rollout, policy = columns["rollout_logprobs"].flat(), columns["policy_logprobs"].flat()
@@ -247,35 +230,6 @@ def _aligned(rollout: Column, policy: Column, keep: Flags, reading: Reading) -> 
             else "policy log-probs stand at their token"
         )
     return policy if reading.notes["policy_shift"].endswith("their token") else Column(moved, policy.offsets)
-
-
-def _check_values(columns: dict[str, Column], fields: dict[str, str], rows: _Rows) -> None:
-    for name in ("rollout_logprobs", "policy_logprobs", "token_kl"):
-        if name not in columns or columns[name].offsets is None:
-            continue
-        column = columns[name].flat()
-        assert column.offsets is not None
-        limit = LOGPROB_SLACK if name != "token_kl" else np.inf
-        largest = column.values.max(initial=-np.inf)
-        if largest <= limit and (largest < np.inf):
-            continue
-        for what, is_so in (
-            ("NaN or null", np.isnan(column.values)),
-            ("+inf", np.isposinf(column.values)),
-            ("a positive log-prob", column.values > limit),
-        ):
-            for position in np.flatnonzero(is_so):
-                row = int(np.searchsorted(column.offsets, position, side="right")) - 1
-                if rows.is_good[row]:
-                    token = position - column.offsets[row]
-                    rows.bad(row, f"{fields.get(name, name)} is {what} at token {token}{_hint(column, name)}")
-
-
-def _hint(column: Column, name: str) -> str:
-    finite = column.values[np.isfinite(column.values)]
-    if name == "token_kl" or not len(finite) or finite.min() < 0 or finite.max() <= 0:
-        return ""
-    return " (none is negative: probabilities, or -log p?)" if finite.max() <= 1 else " (none is negative: -log p?)"
 
 
 def _to_chunk(columns: dict[str, Column], reading: Reading) -> Chunk | None:

@@ -174,6 +174,11 @@ def _chunks(request: Request, reading: Reading) -> Iterator[Chunk]:
     sizes = [file.stat().st_size for file in request.files]
     if all(kind_of(file) is FileKind.MASKS for file in request.files):
         raise InputError(f"{request.files[0]}: holds masks alone; give the rollout shards, their masks are found")
+    if request.masks is not None and not any(kind_of(file) is FileKind.SHARD for file in request.files):
+        raise InputError(
+            f"--masks {request.masks}: does not apply, {request.files[0]} is no rollout shard of trm-repro; "
+            "leave it out"
+        )
     with _progress(sum(sizes), request.shows_progress) as bar:
         done = 0
         for file, size in zip(request.files, sizes, strict=True):

@@ -23,6 +23,11 @@ from trm_repro.errors import InputError
 CHUNK_TOKENS = 1 << 18
 """Tokens aimed at in a chunk: a few megabytes a column."""
 
+UNREADABLE = (
+    pa.ArrowException, OSError, ValueError, RuntimeError, zipfile.BadZipFile, KeyError, EOFError, TypeError,
+)  # fmt: skip
+"""What the libraries raise for a file that is damaged or holds what they cannot make numbers of."""
+
 
 @dataclass
 class RawChunk:
@@ -65,6 +70,8 @@ def find_files(patterns: list[str]) -> list[Path]:
     """
     files: dict[Path, None] = {}
     for pattern in patterns:
+        if not pattern.strip():
+            raise InputError(f"{pattern!r} is no path; expected a file, a folder or a glob")
         path = Path(pattern)
         if path.is_dir():
             found = sorted(file for file in path.rglob("*") if file.is_file() and file.suffix in READERS)
@@ -105,7 +112,16 @@ def read_chunks(path: Path, wanted: Callable[[list[str]], set[str]]) -> Iterator
             yield chunk
     except InputError:
         raise
-    except (pa.ArrowException, OSError, ValueError, RuntimeError, zipfile.BadZipFile, KeyError, EOFError) as error:
+    except (
+        pa.ArrowException,
+        OSError,
+        ValueError,
+        RuntimeError,
+        zipfile.BadZipFile,
+        KeyError,
+        EOFError,
+        TypeError,
+    ) as error:
         # Arrow raises OSError for a file cut short, torch RuntimeError for one that is no archive.
         reason = " ".join(str(error).split())[:200]
         raise InputError(
@@ -178,7 +194,8 @@ def _read_jsonl(path: Path, wanted: Callable[[list[str]], set[str]]) -> Iterator
         rows: list[dict[str, Any]] = []
         numbers: list[int] = []
         problems: list[tuple[int, str]] = []
-        num_bytes, num_read, names = 0, 0, None
+        columns = _Union(wanted)
+        num_bytes, num_read = 0, 0
         for number, line in enumerate(file, start=1):
             if not line.strip():
                 continue
@@ -186,23 +203,42 @@ def _read_jsonl(path: Path, wanted: Callable[[list[str]], set[str]]) -> Iterator
             try:
                 row = json.loads(line)
                 reason = "is no object of fields" if not isinstance(row, dict) else ""
-            except ValueError as error:  # also of undecodable bytes
+            except (ValueError, RecursionError) as error:  # also of undecodable bytes
                 reason = f"is no JSON ({error})"
             if reason:
                 problems.append((len(rows), reason))
                 row = {}
-            elif names is None:
-                names = wanted(list(row))
+            else:
+                columns.add(row)
             rows.append(row)
             numbers.append(number)
             num_bytes += len(line)
             # A number takes about 10 bytes; the two log-probs of a token about 20.
             if num_bytes >= CHUNK_TOKENS * 8:
                 num_read += num_bytes
-                yield _from_json_rows(path, rows, numbers, problems, names or set(), num_read / size)
+                yield _from_json_rows(path, rows, numbers, problems, columns.names(), num_read / size)
                 rows, numbers, problems, num_bytes = [], [], [], 0
         if rows:
-            yield _from_json_rows(path, rows, numbers, problems, names or set(), 1.0)
+            yield _from_json_rows(path, rows, numbers, problems, columns.names(), 1.0)
+
+
+class _Union:
+    """Every name that a row had so far, and those of them that are wanted: asked again when a new one appears."""
+
+    def __init__(self, wanted: Callable[[list[str]], set[str]]) -> None:
+        self.wanted, self.chosen = wanted, set[str]()
+        self.seen: dict[str, None] = {}
+        self.num_asked: int | None = None
+        self.has_rows = False
+
+    def add(self, row: dict[str, Any]) -> None:
+        self.has_rows = True  # also with a row without names, which is for `wanted` to refuse
+        self.seen.update(dict.fromkeys(row))
+
+    def names(self) -> set[str]:
+        if self.has_rows and len(self.seen) != self.num_asked:
+            self.chosen, self.num_asked = self.wanted(list(self.seen)), len(self.seen)
+        return self.chosen
 
 
 def _from_json_rows(
@@ -247,6 +283,13 @@ def _read_torch(path: Path, wanted: Callable[[list[str]], set[str]]) -> Iterator
 
     import torch
 
+    with path.open("rb") as file:
+        is_pickle = file.read(1) == b"\x80"
+    if is_pickle:  # also what torch wrote before its files were archives
+        raise InputError(
+            f"{path}: holds Python objects in a pickle, which is not loaded because it can run code; save a dict of "
+            "tensors by torch.save"
+        )
     try:
         loaded = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
     except pickle.UnpicklingError as error:
@@ -257,7 +300,10 @@ def _read_torch(path: Path, wanted: Callable[[list[str]], set[str]]) -> Iterator
     if isinstance(loaded, dict) and isinstance(loaded.get("batch"), dict):
         loaded = loaded["batch"]
     if isinstance(loaded, list) and loaded and all(isinstance(row, dict) for row in loaded):
-        names = wanted(list(loaded[0]))
+        columns = _Union(wanted)
+        for row in loaded:
+            columns.add({str(name): value for name, value in row.items()})
+        names = columns.names()
         rows = [{name: _plain(row.get(name)) for name in names} for row in loaded]
         chunk = _from_json_rows(path, rows, list(range(len(rows))), [], names, 1.0)
         chunk.row_word = "row"
@@ -278,7 +324,9 @@ def _read_torch(path: Path, wanted: Callable[[list[str]], set[str]]) -> Iterator
 
 
 def _plain(value: Any) -> Any:  # noqa: ANN401
-    return value.tolist() if hasattr(value, "tolist") else list(value) if isinstance(value, tuple) else value
+    if hasattr(value, "tolist"):
+        return _to_numpy(value).tolist()
+    return list(value) if isinstance(value, tuple) else value
 
 
 def _from_arrays(path: Path, arrays: dict[str, Any]) -> Iterator[RawChunk]:
@@ -310,9 +358,11 @@ def _shape(array: Any) -> tuple[int, ...]:  # noqa: ANN401
 def _to_numpy(array: Any) -> np.ndarray[Any, Any]:  # noqa: ANN401
     if isinstance(array, np.ndarray):
         return array
-    if str(array.dtype) == "torch.bfloat16":  # numpy has no such type; float32 holds every value of it
-        array = array.float()
-    return np.asarray(array.numpy())
+    if array.is_meta:
+        raise ValueError("is a tensor on the meta device, which has no values")
+    if array.is_floating_point() and str(array.dtype) not in ("torch.float16", "torch.float32", "torch.float64"):
+        array = array.float()  # numpy has no bfloat16 and no float8; float32 holds every value of them
+    return np.asarray(array.detach().numpy())
 
 
 READERS: dict[str, Callable[[Path, Callable[[list[str]], set[str]]], Iterator[RawChunk]]] = {
