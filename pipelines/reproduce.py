@@ -46,7 +46,7 @@ def run(arguments: argparse.Namespace) -> int:
     directories = plan_runs(config, files, overrides)
     folder = Path(config.output.dir)
     if config.policy.path is not None:
-        from trm_repro.policy import check_model_files
+        from trm_repro.model_files import check_model_files
 
         check_model_files(config.policy.path)  # a wrong one is named before anything is written
     with file_lock(folder / "reproduce.lock", busy="another reproduce is running there; wait for it or stop it"):

@@ -27,8 +27,9 @@ from trm_repro.config import RunConfig
 from trm_repro.config_sections import MaskConfig, TrainerConfig
 from trm_repro.datamodule import RolloutDataModule
 from trm_repro.errors import InputError
+from trm_repro.model_files import check_model_files
 from trm_repro.module import TRMModule
-from trm_repro.policy import check_model_files, load_tokenizer, save_policy
+from trm_repro.policy import load_tokenizer, save_policy
 from trm_repro.rollout.sampler import RolloutSampler
 from trm_repro.sharding import whole_weights
 from trm_repro.steps import ReferenceUpdate

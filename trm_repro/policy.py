@@ -5,12 +5,10 @@ Shape letters: B sequences, S prompt and response tokens, T response tokens, N r
 H hidden size, V vocabulary, L layers, K experts per token.
 """
 
-import re
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
-from safetensors import safe_open
 from torch import Tensor, nn
 from transformers import (
     AutoConfig,
@@ -31,7 +29,6 @@ from trm_repro.vocab import HiddenRollout, TokenObjective, token_logprobs, token
 PAD, BOS, EOS = "<pad>", "<bos>", "<eos>"
 VOCABULARY_FILES = ("tokenizer.json", "vocab.*", "*.model", "*.tiktoken", "tekken.json", "tokenizer.*.json")
 """What a tokenizer's directory has at least one of; without any, transformers makes a tokenizer up."""
-HUB_NAME = re.compile(r"[\w.-]+/[\w.-]+")
 EXPECTED_DIRECTORY = "expected config.json, model.safetensors and tokenizer.json, as save_pretrained writes them"
 
 
@@ -355,37 +352,6 @@ def save_policy(
     """
     policy.model.save_pretrained(path, state_dict=weights)
     tokenizer.save_pretrained(path)
-
-
-def check_model_files(path: str | Path) -> None:
-    """Look at a model's files without loading its weights; a name that is no local path is left to the loader.
-
-    Args:
-        path: directory or hub name.
-
-    Raises:
-        InputError: if the directory lacks a tokenizer, a configuration or whole safetensors files.
-    """
-    folder = Path(path)
-    if folder.is_file():
-        raise InputError(f"{path}: is a file; {EXPECTED_DIRECTORY}")
-    if not folder.is_dir():
-        if not HUB_NAME.fullmatch(str(path)):
-            raise InputError(
-                f"{path}: no such directory; {EXPECTED_DIRECTORY}, or a hub name such as Qwen/Qwen3-8B-Base"
-            )
-        return
-    load_tokenizer(folder)
-    context_length(folder)
-    files = sorted(folder.glob("*.safetensors"))
-    if not files:
-        raise InputError(f"{path}: no model can be loaded (no .safetensors file); {EXPECTED_DIRECTORY}")
-    for file in files:
-        try:
-            with safe_open(file, framework="pt") as tensors:
-                tensors.keys()
-        except Exception as error:  # safetensors raises its own, and OSError
-            raise InputError(f"{file}: is no whole safetensors file ({first_line(error)})") from error
 
 
 def context_length(path: str | Path) -> int:
