@@ -137,13 +137,14 @@ def outcome(folder: Path) -> dict[str, object]:
             found[str(path.relative_to(folder))] = digest
     with sqlite3.connect(folder / "mlflow.db") as store:
         points = store.execute(
-            "select t.value, m.key, m.step, count(*), min(m.value) from metrics m "
-            "join tags t on t.run_uuid = m.run_uuid "
-            "and t.key = 'arm' group by 1, 2, 3 order by 1, 2, 3"
+            "select arm.value, seed.value, m.key, m.step, count(*), min(m.value) from metrics m "
+            "join tags arm on arm.run_uuid = m.run_uuid and arm.key = 'arm' "
+            "left join tags seed on seed.run_uuid = m.run_uuid and seed.key = 'seed' "  # an arm's own run has none
+            "group by 1, 2, 3, 4 order by 1, 2, 3, 4"
         ).fetchall()
         found["points"] = [
-            (arm, name, step, count, None if name.startswith(CLOCKED) else value)
-            for arm, name, step, count, value in points
+            (arm, seed, name, step, count, None if name.startswith(CLOCKED) else value)
+            for arm, seed, name, step, count, value in points
         ]
         found["runs"] = store.execute("select status, count(*) from runs group by 1 order by 1").fetchall()
     return found
