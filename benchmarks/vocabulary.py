@@ -1,20 +1,20 @@
-"""Log-probs, gradients and exact divergence over a large vocabulary: time and memory against the naive form.
+"""Log-probs, gradients and exact divergence over a large vocabulary: time and memory of every form.
 
-The naive form makes the logits of all tokens at once. Memory is resident size beyond what was there before the call:
-its peak, and the peak of what is neither an input nor, from when it exists, a gradient. The naive form peaks twice:
-before the head's gradient exists, with three tables of logits, and after, with one. Every repetition runs all forms in
-turn, so that a busy moment meets all.
+The naive form makes the logits of all tokens at once; so do TRL's and verl's own functions, given logits. Memory is
+resident size beyond what was there before the call: its peak, and the peak of what is neither an input nor, from when
+it exists, a gradient. The naive form peaks twice: before the head's gradient exists, with three tables of logits, and
+after, with one. Every repetition runs all forms in turn, so that a busy moment meets all.
 
-    make bench
-    .venv/bin/python benchmarks/vocabulary.py --tokens 512 --repeats 5
+    .venv/bin/python -m benchmarks.vocabulary --tokens 512 --repeats 5
 """
 
 import argparse
 import ctypes
-import json
 import statistics
+import subprocess
 import sys
 import time
+import types
 from collections.abc import Callable
 from pathlib import Path
 
@@ -22,13 +22,14 @@ import torch
 from torch import Tensor
 from tqdm import tqdm
 
-from pipelines.environment import git_commit
+from benchmarks.measure import add_report_arguments, goal, publish, reset_peak, resident
 from trm_repro.divergence import exact_kl_divergence, exact_total_variation
-from trm_repro.vocab import HiddenRollout, token_logprobs, token_objective, token_statistics
+from trm_repro.vocab import HiddenRollout, token_logprobs, token_statistics
 
 HIDDEN, VOCAB = 4096, 151_936
-FOLDER = Path("runs/benchmarks")
 M_MMAP_THRESHOLD = -3  # of glibc's mallopt
+PEERS = Path("runs/bench/peers/verl")
+VERL = ("verl==0.9.1", "tensordict==0.15.3", "pyvers==0.2.2", "cloudpickle==3.1.2")
 
 
 class Case:
@@ -49,34 +50,48 @@ class Case:
             versions=torch.zeros(num_tokens, dtype=torch.int64),
             heads={0: self.head.detach().bfloat16()},
         )
-
+        self.normalizers = token_statistics(self.hidden, self.head, self.token_ids).normalizers
         self.early_peak = 0
 
     def note_peak(self, _: Tensor) -> None:
         """Remember the peak so far, while there is no gradient of an input yet."""
         self.early_peak = resident("VmHWM")
 
-    def objective(self, logprobs: Tensor, tokens: slice) -> Tensor:
-        """Weight advantages by importance ratios, as the surrogate does."""
-        return self.advantages[tokens] * torch.exp(logprobs - self.rollout_logprobs[tokens])
+    def backward(self, logprobs: Tensor) -> None:
+        """Weight advantages by importance ratios, as the surrogate does, and go backward."""
+        (self.advantages * torch.exp(logprobs - self.rollout_logprobs)).sum().backward()
+
+    def logits(self) -> Tensor:
+        """Make the logits of all tokens."""
+        logits = torch.nn.functional.linear(self.hidden, self.head)
+        if logits.requires_grad:
+            logits.register_hook(self.note_peak)  # called with the gradient of the logits, before those of the inputs
+        return logits
 
     def naive(self) -> None:
         """Forward and backward through a log-softmax of all logits."""
-        logits = torch.nn.functional.linear(self.hidden, self.head).float()
-        logits.register_hook(self.note_peak)  # called with the gradient of the logits, before those of the inputs
-        logprobs = torch.log_softmax(logits, dim=-1).gather(-1, self.token_ids[:, None])[:, 0]
-        del logits
-        self.objective(logprobs, slice(None)).sum().backward()
+        logprobs = torch.log_softmax(self.logits().float(), dim=-1)
+        self.backward(logprobs.gather(-1, self.token_ids[:, None])[:, 0])
 
-    def chunked(self) -> None:
-        """Forward and backward with gradients formed in the forward pass."""
-        total, _ = token_objective(self.hidden, self.head, self.token_ids, self.objective)
-        total.backward()
+    def trl(self) -> None:
+        """TRL's function on all logits."""
+        from trl.trainer.utils import selective_log_softmax
 
-    def recomputed(self) -> None:
-        """Forward and backward for any upstream gradient: logits once more in the backward pass."""
-        logprobs = token_logprobs(self.hidden, self.head, self.token_ids)
-        self.objective(logprobs, slice(None)).sum().backward()
+        self.backward(selective_log_softmax(self.logits(), self.token_ids))
+
+    def verl(self) -> None:
+        """Verl's function on all logits."""
+        from verl.utils.torch_functional import logprobs_from_logits
+
+        self.backward(logprobs_from_logits(self.logits(), self.token_ids))
+
+    def given(self) -> None:
+        """Ours, with the normalizers that the divergence pass has found."""
+        self.backward(token_logprobs(self.hidden, self.head, self.token_ids, normalizers=self.normalizers))
+
+    def computed(self) -> None:
+        """Ours, with normalizers computed in the forward pass."""
+        self.backward(token_logprobs(self.hidden, self.head, self.token_ids))
 
     @torch.no_grad()
     def products(self) -> None:
@@ -87,7 +102,7 @@ class Case:
     @torch.no_grad()
     def naive_divergence(self) -> None:
         """Entropy, KL and TV from two whole tables of log-probs."""
-        policy = torch.log_softmax(torch.nn.functional.linear(self.hidden, self.head).float(), dim=-1)
+        policy = torch.log_softmax(self.logits().float(), dim=-1)
         rollout_logits = torch.nn.functional.linear(self.rollout.hidden, self.rollout.heads[0]).float()
         rollout = torch.log_softmax(rollout_logits, dim=-1)
         del rollout_logits
@@ -99,99 +114,145 @@ class Case:
         """The same, rebuilt by chunks from hidden states."""
         token_statistics(self.hidden, self.head, self.token_ids, rollout=self.rollout)
 
+    @torch.no_grad()
+    def naive_scoring(self) -> None:
+        """Log-prob and entropy from one whole table."""
+        logprobs = torch.log_softmax(self.logits().float(), dim=-1)
+        logprobs.gather(-1, self.token_ids[:, None])
+        torch.special.entr(logprobs.exp()).sum(dim=-1)
 
-UPDATE = ("naive", "chunked", "recomputed", "products")
-DIVERGENCE = ("naive_divergence", "divergence")
+    @torch.no_grad()
+    def trl_scoring(self) -> None:
+        """TRL's functions on all logits."""
+        from trl.trainer.utils import entropy_from_logits, selective_log_softmax
+
+        logits = self.logits()
+        selective_log_softmax(logits, self.token_ids)
+        entropy_from_logits(logits)
+
+    @torch.no_grad()
+    def verl_scoring(self) -> None:
+        """Verl's functions on all logits."""
+        from verl.utils.torch_functional import entropy_from_logits_with_chunking, logprobs_from_logits
+
+        logits = self.logits()
+        logprobs_from_logits(logits, self.token_ids)
+        entropy_from_logits_with_chunking(logits)
+
+    def scoring(self) -> None:
+        """Ours."""
+        token_statistics(self.hidden, self.head, self.token_ids)
 
 
-def resident(field: str) -> int:
-    """Read VmRSS (now) or VmHWM (largest since the last reset) of this process, bytes."""
-    status = Path("/proc/self/status").read_text(encoding="ascii")
-    return 1024 * int(status.split(f"{field}:")[1].split()[0])
+GROUPS = {
+    "forward and backward": ("naive", "trl", "verl", "given", "computed", "products"),
+    "log-prob and entropy": ("naive_scoring", "trl_scoring", "verl_scoring", "scoring"),
+    "entropy, KL and TV": ("naive_divergence", "divergence"),
+}
+
+
+def install_verl() -> str | None:
+    """Put verl beside the environment, without its dependencies; return why not, if so."""
+    if not (PEERS / "verl").is_dir():
+        command = [sys.executable, "-m", "pip", "install", "--quiet", "--no-deps", "--target", str(PEERS), *VERL]
+        if subprocess.run(command, check=False).returncode:
+            return f"{VERL[0]} could not be installed"
+    sys.path.append(str(PEERS))
+    package = types.ModuleType("verl")  # in place of its __init__, which imports ray
+    package.__path__ = [str(PEERS / "verl")]
+    sys.modules["verl"] = package
+    try:
+        from verl.utils import torch_functional  # noqa: F401
+    except ImportError as error:
+        return f"{VERL[0]} cannot be imported ({error})"
+    return None
 
 
 def run_once(case: Case, name: str) -> dict[str, float]:
-    """Run one form; return its wall and CPU seconds and its memory beyond inputs, bytes."""
+    """Run one form; return its wall seconds and its memory beyond inputs, bytes."""
     case.hidden.grad = case.head.grad = None
     case.early_peak = 0
     form: Callable[[], None] = getattr(case, name)
-    Path("/proc/self/clear_refs").write_text("5", encoding="ascii")  # resets VmHWM
+    reset_peak()
     before = resident("VmRSS")
-    wall, cpu = time.perf_counter(), time.process_time()
+    start = time.perf_counter()
     form()
-    wall, cpu = time.perf_counter() - wall, time.process_time() - cpu
+    seconds = time.perf_counter() - start
     gradients = [tensor.grad for tensor in (case.hidden, case.head) if tensor.grad is not None]
     peak = resident("VmHWM") - before
     memory = max(peak - sum(gradient.nbytes for gradient in gradients), case.early_peak - before)
-    return {"wall": wall, "cpu": cpu, "memory": float(memory), "peak": float(peak)}
+    return {"seconds": seconds, "memory": float(memory)}
 
 
-def measure(case: Case, names: tuple[str, ...], repeats: int) -> dict[str, dict[str, float]]:
-    """Run every form in turn, once to warm up and then ``repeats`` times; return medians, and the largest memory."""
+def measure(case: Case, names: list[str], repeats: int, label: str) -> dict[str, dict[str, float]]:
+    """Run every form in turn, once to warm up and then ``repeats`` times: median seconds and the largest memory."""
     runs: dict[str, list[dict[str, float]]] = {name: [] for name in names}
-    for _ in tqdm(range(repeats + 1), desc=f"{case.hidden.shape[0]} tokens, {names[-1]}"):
+    for _ in tqdm(range(repeats + 1), desc=label):
         for name in names:
             runs[name].append(run_once(case, name))
-    summary = {}
-    for name, kept in ((name, runs[name][1:]) for name in names):
-        summary[name] = {key: statistics.median(run[key] for run in kept) for key in ("wall", "cpu")}
-        summary[name] |= {key: max(run[key] for run in kept) for key in ("memory", "peak")}
-    return summary
-
-
-def processor() -> str:
-    """Read the processor's name."""
-    lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
-    return next((line.partition(": ")[2] for line in lines if line.startswith("model name")), "unknown processor")
-
-
-def rows(num_tokens: int, summary: dict[str, dict[str, float]]) -> list[str]:
-    """Write one line per form, ratios to the first."""
-    first = summary[next(iter(summary))]
-    return [
-        f"| {num_tokens} | {name} | {values['wall']:.2f} | {values['wall'] / first['wall']:.2f} | "
-        f"{values['cpu'] / first['cpu']:.2f} | {values['memory'] / 2**20:.0f} | "
-        f"{values['memory'] / first['memory']:.3f} | {values['peak'] / 2**20:.0f} |"
-        for name, values in summary.items()
-    ]
+    return {
+        name: {
+            "seconds": statistics.median(run["seconds"] for run in kept[1:]),
+            "memory": max(run["memory"] for run in kept[1:]),
+        }
+        for name, kept in runs.items()
+    }
 
 
 def main() -> int:
     """Measure and print a Markdown table."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--tokens", type=int, nargs="+", default=[128, 512])
-    parser.add_argument("--hidden-size", type=int, default=HIDDEN)
+    parser.add_argument("--tokens", type=int, nargs="+", default=None, help="default: 128 512; with --quick 128")
+    parser.add_argument("--hidden-size", type=int, default=None, help=f"default: {HIDDEN}; with --quick 256")
     parser.add_argument("--vocab-size", type=int, default=VOCAB)
     parser.add_argument("--dtype", choices=["float32", "bfloat16"], default="float32", help="of the policy's tensors")
     parser.add_argument("--threads", type=int, default=1)
     parser.add_argument("--repeats", type=int, default=5)
-    parser.add_argument("--forms", nargs="+", choices=[*UPDATE, *DIVERGENCE], default=[*UPDATE, *DIVERGENCE])
-    parser.add_argument("--out", type=Path, default=FOLDER)
+    parser.add_argument("--groups", nargs="+", choices=GROUPS, default=list(GROUPS))
+    parser.add_argument("--forms", nargs="+", help="default: all", default=None)
+    add_report_arguments(parser)
     arguments = parser.parse_args()
+    hidden_size = arguments.hidden_size or (256 if arguments.quick else HIDDEN)
     torch.set_num_threads(arguments.threads)
     ctypes.CDLL(None).mallopt(M_MMAP_THRESHOLD, 2**20)  # freed blocks from 1 MiB on go back at once, so that they count
-    lines = [
-        f"H = {arguments.hidden_size}, V = {arguments.vocab_size}, {arguments.dtype}, {arguments.threads} threads, "
-        f"medians of {arguments.repeats}, torch {torch.__version__}, "
-        f"{processor()}, commit {git_commit()}",
-        "",
-        "| tokens | form | seconds | time ratio | CPU ratio | MiB beyond inputs and gradients | ratio | MiB at peak |",
-        "|---|---|---|---|---|---|---|---|",
+    notes = [
+        f"H = {hidden_size}, V = {arguments.vocab_size}, {arguments.dtype}, {arguments.threads} threads, medians of "
+        f"{arguments.repeats} after one to warm up. given: with the normalizers of the divergence pass; computed: "
+        "without; products: the three matrix products alone. Ratios are to the naive form."
     ]
-    results: dict[str, dict[str, dict[str, float]]] = {}
-    for num_tokens in arguments.tokens:
-        case = Case(num_tokens, arguments.hidden_size, arguments.vocab_size, getattr(torch, arguments.dtype))
-        for group in (UPDATE, DIVERGENCE):
-            names = tuple(name for name in group if name in arguments.forms)
-            if names:
-                summary = measure(case, names, arguments.repeats)
-                results.setdefault(str(num_tokens), {}).update(summary)
-                lines += rows(num_tokens, summary)
+    missing = install_verl()
+    notes += [f"Without verl: {missing}."] if missing else []
+    rows: list[dict[str, object]] = []
+    goals = []
+    for num_tokens in arguments.tokens or ([128] if arguments.quick else [128, 512]):
+        case = Case(num_tokens, hidden_size, arguments.vocab_size, getattr(torch, arguments.dtype))
+        for group in arguments.groups:
+            forms = [name for name in GROUPS[group] if not (missing and name.startswith("verl"))]
+            names = [name for name in forms if arguments.forms is None or name in arguments.forms]
+            if not names:
+                continue
+            found = measure(case, names, arguments.repeats, f"{num_tokens} tokens, {group}")
+            naive = found[names[0]]
+            rows += [
+                {
+                    "tokens": num_tokens,
+                    "what": group,
+                    "form": name,
+                    "seconds": values["seconds"],
+                    "time ratio": values["seconds"] / naive["seconds"],
+                    "MiB beyond inputs and gradients": values["memory"] / 2**20,
+                    "memory ratio": values["memory"] / naive["memory"],
+                }
+                for name, values in found.items()
+            ]
+            if {"naive", "given"} <= set(found):
+                size = f"{num_tokens} x {hidden_size} x {arguments.vocab_size}, given the mask"
+                time_ratio = found["given"]["seconds"] / naive["seconds"]
+                goals.append(goal(f"time to the naive form, {size}", time_ratio, 1.2, "at_most"))
+                memory_ratio = found["given"]["memory"] / naive["memory"]
+                goals.append(goal(f"memory to the naive form, {size}", memory_ratio, 0.1, "at_most"))
         del case
-    arguments.out.mkdir(parents=True, exist_ok=True)
-    (arguments.out / "vocabulary.json").write_text(json.dumps(results, indent=2) + "\n", encoding="utf-8")
-    (arguments.out / "vocabulary.md").write_text("\n".join(lines) + "\n", encoding="utf-8")
-    sys.stdout.write("\n".join(lines) + "\n")
+    publish("vocabulary", rows, goals, arguments.json, notes=notes)
     return 0
 
 

@@ -120,6 +120,11 @@ CHOICES = (
         keys=("rollout.max_response_tokens",),
     ),
     Choice(
+        question="tokens that end a response",
+        answer="the model's own, of tokenizer and generation_config.json; others: {rollout.stop_tokens}",
+        keys=("rollout.stop_tokens",),
+    ),
+    Choice(
         question="engine precision",
         answer="{rollout.precision} weights and activations, against a float32 trainer",
         keys=("rollout.precision",),

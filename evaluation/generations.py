@@ -14,8 +14,8 @@ from transformers import PreTrainedTokenizerFast
 
 from trm_repro.config import derive_seed
 from trm_repro.errors import FaultError, InputError
+from trm_repro.parquet_files import write_table
 from trm_repro.rollout import Sampler, SamplingRequest, SamplingSettings
-from trm_repro.shards import write_table
 from trm_repro.tasks import Problem
 
 Question = tuple[Problem, tuple[int, ...]]

@@ -6,13 +6,9 @@ from dataclasses import dataclass, field
 import pandas as pd
 
 from evaluation.arm_summaries import ProblemScores
-from evaluation.choices import as_yaml, choices_table
 from evaluation.claim_rows import ClaimRow, ClaimThresholds
 from evaluation.document import (
     Block,
-    Bullets,
-    Cell,
-    Code,
     Document,
     Fold,
     Heading,
@@ -20,11 +16,9 @@ from evaluation.document import (
     Paragraph,
     Picture,
     Row,
-    Table,
 )
 from evaluation.experiment import (
     ExperimentRecord,
-    differing_settings,
     find_warnings,
     listed,
     short_commit,
@@ -32,6 +26,7 @@ from evaluation.experiment import (
 )
 from evaluation.figures import FIGURES, arm_order
 from evaluation.outcomes import RunOutcome, run_outcomes
+from evaluation.report_settings import rerun_section, settings_section
 from evaluation.report_tables import (
     arms_table,
     bounds_table,
@@ -82,6 +77,7 @@ class ReportData:
         lengths: rejection against length, as blocks.
         final_scores: by (arm, seed), the last score of each held-out problem.
         warnings: beside those about the runs: what a reader of the claims has to know of their thresholds.
+        expected: what the study saw at this setting, as blocks.
     """
 
     experiment: ExperimentRecord
@@ -96,6 +92,7 @@ class ReportData:
     lengths: Sequence[Block] = ()
     final_scores: ProblemScores = field(default_factory=dict)
     warnings: Sequence[str] = ()
+    expected: Sequence[Block] = ()
 
 
 def summary_table(outcomes: Sequence[RunOutcome]) -> str:
@@ -135,6 +132,7 @@ def build_report(data: ReportData) -> Document:
     blocks = [
         *_warnings(data),
         *_claims(data, len(seeds)),
+        *data.expected,
         *_figures(data),
         *_runs(data),
         *_acceptance(data),
@@ -143,8 +141,8 @@ def build_report(data: ReportData) -> Document:
         *_lengths(data),
         *_token_level(data),
         *_times(data),
-        *_choices(data),
-        *_rerun(data),
+        *settings_section(data.experiment),
+        *rerun_section(data.experiment),
     ]
     return Document(
         title=f"{parent.name}: PPO clipping against Trust Region Masking",
@@ -330,65 +328,7 @@ def _times(data: ReportData) -> list[Block]:
     return blocks
 
 
-def _choices(data: ReportData) -> list[Block]:
-    settings = data.experiment.parent.settings
-    return [
-        Heading(text="Choices the paper leaves open"),
-        Paragraph(
-            text="What the paper states is used as stated. What it does not state is a choice of this project; these "
-            "are the values of this experiment."
-        ),
-        choices_table(settings),
-        *_arm_settings(data.experiment),
-        Fold(
-            title="Every setting",
-            blocks=[_two_columns("setting", {key: as_yaml(value) for key, value in settings.items()})],
-        ),
-    ]
-
-
-def _arm_settings(experiment: ExperimentRecord) -> list[Block]:
-    """Say by which settings the arms differ."""
-    rows: list[list[str | Cell]] = [
-        [
-            Cell(text=key, is_code=True),
-            "; ".join(f"{as_yaml(value)}: {listed(arm_order(list(arms)))}" for value, arms in items),
-        ]
-        for key, values in differing_settings(experiment.runs).items()
-        for items in [sorted(values.items())]
-    ]
-    if not rows:
-        return []
-    table = Table(columns=["setting", "value: arms"], rows=rows, is_stacked=True)
-    return [Fold(title="Settings by which runs differ", blocks=[table])]
-
-
-def _rerun(data: ReportData) -> list[Block]:
-    parent = data.experiment.parent
-    return [
-        Heading(text="Run it again"),
-        Bullets(
-            items=[
-                f"Commit: {listed(sorted({run.git_commit for run in data.experiment.runs}))}",
-                f"Configuration hash: {parent.config_hash}",
-                f"Read from: MLflow at {data.experiment.source}, parent run {parent.run_id}",
-            ]
-        ),
-        Code(text=data.experiment.command),
-        Paragraph(
-            text="Every number above is read from MLflow and comes from runs of this experiment, but for those marked "
-            "exact, which are computed, and rejection against length, which is sampled by itself."
-        ),
-        Fold(title="Environment", blocks=[_two_columns("what", parent.environment)]),
-    ]
-
-
 def _side_by_side(pictures: Sequence[Picture]) -> list[Block]:
     if not pictures:
         return []
     return [Row(pictures=pictures), Paragraph(text=BANDS)]
-
-
-def _two_columns(head: str, values: Mapping[str, str]) -> Table:
-    rows: list[list[str | Cell]] = [[Cell(text=key, is_code=True), value] for key, value in values.items()]
-    return Table(columns=[head, "value"], rows=rows)

@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 
 from pipelines.bounds_plot import plot_bounds, refuse_target
+from pipelines.progress import progress_bar
 from trm_repro.bounds import (
     Constants,
     Divergences,
@@ -203,12 +204,10 @@ def verify(num_pairs: int, *, seed: int, length: int | None, constants: list[Con
         raise ValueError(f"--verify must be >= 1, got {num_pairs}")
     if length is not None and not 1 <= length <= MAX_LENGTH:
         raise ValueError(f"--length must be from 1 to {MAX_LENGTH} with --verify, got {length}")
-    from tqdm import tqdm
-
     rng = np.random.default_rng(seed)
     checks: dict[Constants, dict[str, BoundCheck]] = {name: {} for name in constants}
     counts: Counter[str] = Counter()
-    with tqdm(total=num_pairs, file=sys.stderr, unit="pair") as progress:
+    with progress_bar("verify", num_pairs, "pair") as progress:
         for start in range(0, num_pairs, BATCH_SIZE):
             pairs = draw_policy_pairs(rng, min(BATCH_SIZE, num_pairs - start), length=length)
             divergences, error = measure_divergences(pairs), worst_error(pairs)

@@ -9,11 +9,14 @@ import shutil
 import sys
 from pathlib import Path
 
-from pipelines.checkpoints import read_checkpoint
+import torch
+
+from pipelines.checkpoints import SNAPSHOTS, read_checkpoint
+from pipelines.sharded_checkpoints import METADATA, check_shards
 from trm_repro.errors import InputError
 
-METADATA = ".metadata"
-"""What torch.distributed.checkpoint writes last into a folder of shards."""
+STATE = "meta.pt"
+"""What Lightning writes into a folder of shards: where the run is."""
 
 
 def older(path: Path, age: int) -> Path:
@@ -89,8 +92,17 @@ def _check_kind(path: Path, *, is_sharded: bool) -> None:
 def _check_intact(path: Path) -> None:
     if path.is_file():
         read_checkpoint(path)
-    elif not (path / METADATA).is_file() or not any(path.glob("*.distcp")):
-        raise InputError(f"{path}: is damaged; expected the shards of a checkpoint and their {METADATA}")
+        return
+    try:
+        check_shards(path)
+        torch.load(path / STATE, weights_only=True)
+        if (path / SNAPSHOTS).exists():
+            check_shards(path / SNAPSHOTS)
+    except Exception as error:  # a damaged pickle can raise anything
+        reason = " ".join(str(error).split())[:200] or type(error).__name__
+        raise InputError(
+            f"{path}: is damaged ({reason}); expected the shards of a checkpoint and their {METADATA}"
+        ) from None
 
 
 def _remove(path: Path) -> None:

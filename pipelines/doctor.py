@@ -14,7 +14,7 @@ from typing import Literal
 from urllib.parse import urlsplit
 
 from pipelines.arguments import add_config_arguments, config_from
-from pipelines.environment import lock_file
+from pipelines.environment import attention_problem, lock_file
 from trm_repro.config import RunConfig
 
 HELP = "check GPUs, versions, disk, memory, hub, tracking server and ports: one line each, with the mend"
@@ -105,6 +105,17 @@ def check_gpus(config: RunConfig) -> Iterator[Finding]:
         is_busy = free < 0.9 * total
         mend = "another process holds memory: see nvidia-smi" if is_busy else ""
         yield Finding(name=f"gpu {index}", status="warn" if is_busy else "ok", detail=detail, mend=mend)
+
+
+def check_attention(config: RunConfig) -> Iterator[Finding]:
+    """Say whether the trainer's attention kernel is there."""
+    attention = config.trainer.attention
+    problem = attention_problem(attention)
+    if problem is None:
+        yield Finding(name="attention", status="ok", detail=attention)
+    else:
+        reason, _, mend = problem.partition("; ")
+        yield Finding(name="attention", status="fail", detail=f"{attention}: {reason}", mend=mend)
 
 
 def check_memory(config: RunConfig) -> Iterator[Finding]:
@@ -229,6 +240,7 @@ CHECKS: tuple[Callable[[RunConfig], Iterator[Finding]], ...] = (
     check_python,
     check_versions,
     check_gpus,
+    check_attention,
     check_memory,
     check_shared_memory,
     check_disk,

@@ -1,5 +1,6 @@
 """What a run ran on: versions, commit, machine. Recorded beside every result."""
 
+import importlib.util
 import os
 import platform
 import subprocess
@@ -30,6 +31,16 @@ def git_commit() -> str:
         return f"{commit}-dirty" if _git("status", "--porcelain", "--untracked-files=no") else commit
     except (OSError, subprocess.CalledProcessError, subprocess.TimeoutExpired):
         return "unknown"
+
+
+def attention_problem(attention: str) -> str | None:
+    """Say why an attention kernel cannot be used with what is installed, and the mend; None where it can."""
+    if attention != "flash_attention_2" or importlib.util.find_spec("flash_attn") is not None:
+        return None
+    return (
+        "the flash-attn package is not installed (it has no wheel in the lock: pip install flash-attn "
+        "--no-build-isolation builds it with nvcc); install it or set trainer.attention=sdpa trainer.packing=false"
+    )
 
 
 def lock_file() -> Path:

@@ -6,15 +6,13 @@ Every answer is saved when its problem is done: after an interruption the same c
 
 import argparse
 import dataclasses
-import json
 import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, get_args
 
-from tqdm import tqdm
-
 from pipelines.arguments import add_config_arguments, config_from
+from pipelines.progress import progress_bar
 from trm_repro.config_sections import EvaluationTask
 
 if TYPE_CHECKING:
@@ -55,7 +53,7 @@ def run(arguments: argparse.Namespace) -> int:
     """Run the command."""
     from pipelines.evaluation_folder import EvaluationFolder, policy_fingerprint
     from pipelines.session import set_threads
-    from pipelines.train import starting_policy
+    from pipelines.training import starting_policy
     from trm_repro.config import config_hash
     from trm_repro.policy import load_tokenizer
 
@@ -141,7 +139,7 @@ def answer_settings(config: "RunConfig", policy: str) -> dict[str, object]:
 
 def _check_arguments(arguments: argparse.Namespace) -> None:
     from trm_repro.errors import InputError
-    from trm_repro.shards import check_folder
+    from trm_repro.parquet_files import check_folder
 
     if arguments.limit is not None and arguments.limit < 1:
         raise InputError(f"--limit must be >= 1, got {arguments.limit}")
@@ -232,7 +230,8 @@ def _answer(
             length = max(len(prompt) for _, prompt in questions) + evaluation.max_response_tokens
             engine = start_engine(config.rollout, policy, length)
             check_vocabulary(tokenizer, engine.vocab_size, policy)
-        with tqdm(total=len(questions), initial=len(questions) - len(missing), desc=place.name, unit="problem") as bar:
+        num_done = len(questions) - len(missing)
+        with progress_bar(place.name, len(questions), "problem", initial=num_done) as bar:
             for first in range(0, len(missing), batch_size):
                 assert engine is not None
                 batch = missing[first : first + batch_size]
@@ -255,7 +254,7 @@ def _finish(
     greedy: "Sequence[Generation]",
     out: Path | None = None,
 ) -> None:
-    """Grade, sum up, write and print."""
+    """Grade, sum up, write everything to files and the scores to standard output."""
     from evaluation.scores import average_at_k, grade_answers
     from evaluation.summary import headline, problem_table, summarize
     from trm_repro.errors import InputError
@@ -278,8 +277,10 @@ def _finish(
         "settings": settings,
         **summary.as_dict(),
     }
+    said = [headline(summary)]
     if greedy:
-        scores["greedy"] = average_at_k(grade_answers(task, greedy))
+        score = scores["greedy"] = average_at_k(grade_answers(task, greedy))
+        said.append(f"{'greedy':<12}{score:.3f}")
     if summary.truncated_fraction.mean > MANY_CUT_OFF:
         sys.stderr.write(
             f"trm-repro: {summary.truncated_fraction.mean:.0%} of the answers were cut off and so count as wrong; "
@@ -288,6 +289,4 @@ def _finish(
     file = folder.write_scores(scores, scored, config.evaluation.grading, out or folder.path)
     if config.evaluation.task != "chain_arithmetic":
         sys.stderr.write(f"{problem_table(summary.problems[:MAX_ROWS_SHOWN])}\n")
-    sys.stderr.write(f"{headline(summary)}\n{file}\n")
-    shown = {name: value for name, value in scores.items() if name != "problems"}
-    sys.stdout.write(json.dumps(shown, ensure_ascii=False) + "\n")
+    sys.stdout.write("\n".join([*said, f"scores: {file}", ""]))

@@ -21,7 +21,7 @@ from evaluation.scores import ScoredResponse
 from pipelines.run_directory import differences, write_atomically
 from trm_repro.errors import InputError
 from trm_repro.file_locks import file_lock
-from trm_repro.shards import check_folder, write_table
+from trm_repro.parquet_files import check_folder, write_table
 from trm_repro.tasks import GradingMode, Problem
 
 Settings = Mapping[str, Any]

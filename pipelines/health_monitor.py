@@ -1,14 +1,9 @@
-"""The callback that stops a run whose numbers no longer make sense, and saves the batches that were not finite."""
+"""The callback that stops a run whose numbers no longer make sense."""
 
-import math
 from collections import deque
 from collections.abc import Mapping
-from dataclasses import fields
-from pathlib import Path
 
 import lightning as L  # noqa: N812
-from safetensors.torch import save_file
-from torch import Tensor
 
 from pipelines.recorder import StepRecorder
 from pipelines.run_directory import RunDirectory
@@ -17,8 +12,6 @@ from trm_repro import ranks
 from trm_repro.config import RunConfig
 from trm_repro.errors import FaultError
 from trm_repro.health import health_problem
-from trm_repro.module import TRMModule
-from trm_repro.step_metrics import UpdateRecord
 
 
 class HealthMonitor(L.Callback):
@@ -41,33 +34,15 @@ class HealthMonitor(L.Callback):
 
     def on_train_epoch_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         """Look at the step that just ended."""
-        assert isinstance(pl_module, TRMModule)
         if ranks.is_first() and self.recorder.latest is not None:
             self.recent.append(self.recorder.latest.metrics)
-            for update, record in enumerate(pl_module.records):
-                if not (math.isfinite(record.gradient_norm) and math.isfinite(record.loss)):
-                    name = f"step_{trainer.current_epoch:05d}_update_{update}.safetensors"
-                    save_batch(self.directory.path / "faults" / name, record)
         self.stop_if_sick()
 
     def stop_if_sick(self) -> None:
         """Raise in every process what the first one found."""
-        problem = health_problem(self.recent, self.config.health) if ranks.is_first() else None
+        problem = None
+        if ranks.is_first():
+            problem = health_problem(self.recent, self.config.health, self.directory.faults)
         problem = ranks.broadcast(problem)
         if problem is not None:
             raise FaultError(f"{self.directory.name}: {problem}")
-
-
-def save_batch(path: Path, record: UpdateRecord) -> None:
-    """Save what an update saw: the batch's tensors, the policy's log-probs and the mask, by name.
-
-    Args:
-        path: a ``.safetensors`` file.
-        record: the update.
-    """
-    tensors = {field.name: getattr(record.batch, field.name) for field in fields(record.batch)}
-    tensors |= {"policy_logprobs": record.measurement.policy_logprobs, "sequence_mask": record.sequence_mask}
-    path.parent.mkdir(parents=True, exist_ok=True)
-    partial = path.with_suffix(".partial")
-    save_file({name: value.contiguous() for name, value in tensors.items() if isinstance(value, Tensor)}, partial)
-    partial.replace(path)

@@ -123,7 +123,7 @@ def _train_rank(
     import torch.distributed as dist
 
     from pipelines.session import open_session, set_threads
-    from pipelines.train import train_run
+    from pipelines.training import train_run
     from pipelines.worker import die_with_parent
     from trm_repro import ranks
 

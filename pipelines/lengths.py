@@ -3,12 +3,14 @@
 import argparse
 import dataclasses
 import json
+import math
 import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from pipelines.arguments import add_config_arguments, config_from
+from pipelines.progress import progress_bar
 from pipelines.run_directory import write_atomically
 
 if TYPE_CHECKING:
@@ -35,7 +37,7 @@ def run(arguments: argparse.Namespace) -> int:
     """Run the command."""
     from pipelines.session import set_threads
     from trm_repro.errors import InputError
-    from trm_repro.shards import check_folder
+    from trm_repro.parquet_files import check_folder
 
     arguments.settings = [*_own_configuration(arguments.checkpoint), *arguments.settings]
     config = config_from(arguments)
@@ -109,12 +111,35 @@ def parse_length_rows(content: bytes, source: str) -> "list[LengthRow]":
     from trm_repro.errors import InputError
 
     try:
-        return [LengthRow(**row) for row in json.loads(content)]
+        rows = [LengthRow(**row) for row in json.loads(content)]
     except (ValueError, TypeError):
+        rows = []
+    if not rows or not all(_is_sound(row, rows[0]) for row in rows):
         raise InputError(
-            f"{source}: is no table of rejection against length with a seed in each row; delete it, reproduce and "
-            "lengths measure it again"
-        ) from None
+            f"{source}: is no table of rejection against length with a seed and shares from 0 to 1 in each row; delete "
+            "the table_2 files beside it, reproduce and lengths make them again"
+        )
+    return rows
+
+
+def _is_sound(row: "LengthRow", first: "LengthRow") -> bool:
+    """Whether the values of a row from a file are what a table is made of, for the gates of the first row."""
+    counts = (row.seed, row.num_operands, row.num_sequences)
+    return (
+        all(type(count) is int and count >= 0 for count in counts)
+        and _is_number(row.mean_length, math.inf)
+        and isinstance(row.rejection, dict)
+        and isinstance(first.rejection, dict)
+        and row.rejection.keys() == first.rejection.keys()
+        and all(
+            _is_number(share, 1.0)
+            for share in (row.token_violation_fraction, row.predicted_rejection, *row.rejection.values())
+        )
+    )
+
+
+def _is_number(value: object, highest: float) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool) and 0.0 <= value <= highest
 
 
 def _write(rows: "Sequence[LengthRow]", folder: Path) -> None:
@@ -130,12 +155,10 @@ def _write(rows: "Sequence[LengthRow]", folder: Path) -> None:
 
 def _sample(config: "RunConfig", checkpoint_file: Path | None) -> "tuple[list[LengthSample], float]":
     """Sample and score responses of each size; returns them with TRM-Max's threshold."""
-    from tqdm import tqdm
-
     from evaluation.length_bias import LengthSample
     from pipelines.checkpoints import load_into, read_checkpoint
     from pipelines.session import open_session
-    from pipelines.train import build_module, starting_policy
+    from pipelines.training import build_module, starting_policy
     from trm_repro.batch import RolloutBatch
     from trm_repro.config import load_arm
     from trm_repro.rollout.sampler import RolloutSampler
@@ -164,7 +187,8 @@ def _sample(config: "RunConfig", checkpoint_file: Path | None) -> "tuple[list[Le
         session.engine.sync(weights, run=str(checkpoint_file), version=version)
     gates = {name: load_arm(name).mask for name in GATES}
     samples = []
-    for size in tqdm(sizes, desc="lengths", unit="size"):
+    bar = progress_bar("lengths", len(sizes), "size")
+    for size in sizes:
         # A response has the room that a solution of its size needs, and a little more.
         limited = dataclasses.replace(rollout, max_response_tokens=6 * size + 9)
         task = dataclasses.replace(config.task, min_operands=size, max_operands=size)
@@ -178,4 +202,6 @@ def _sample(config: "RunConfig", checkpoint_file: Path | None) -> "tuple[list[Le
         samples.append(
             LengthSample(num_operands=size, kl=measurement.kl, response_mask=batch.response_mask, masks=masks)
         )
+        bar.update(1)
+    bar.close()
     return samples, gates["trm_max_0.05"].max_threshold

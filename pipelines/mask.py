@@ -31,16 +31,18 @@ def run(arguments: argparse.Namespace) -> int:
     from pipelines.checkpoints import load_into, read_checkpoint
     from pipelines.recorder import mask_rows
     from pipelines.session import set_threads
-    from pipelines.train import build_module, reference_updates, starting_policy
+    from pipelines.training import build_module, reference_updates, starting_policy
     from trm_repro.batch import RolloutBatch
     from trm_repro.errors import InputError
     from trm_repro.heads import read_heads
-    from trm_repro.shards import check_target, read_rollouts, write_masks
+    from trm_repro.parquet_files import check_folder, check_target
+    from trm_repro.shards import read_rollouts, write_masks
     from trm_repro.step_metrics import UpdateRecord
 
     config = config_from(arguments)
     path = arguments.out or arguments.shard.with_name(f"{arguments.shard.stem}.masks.parquet")
     check_target(path)
+    check_folder(path.parent)
     if path.resolve() == arguments.shard.resolve():
         raise InputError(f"{path}: is the shard itself; give --out another file")
     set_threads(config.num_threads)

@@ -3,41 +3,60 @@
 import argparse
 import dataclasses
 import json
+import math
 import sys
 from pathlib import Path
+from typing import Literal
 
 from pipelines.arguments import add_arm_argument, add_config_arguments, config_from
 from trm_repro.capacity import (
     BF16,
     FLOAT32,
     GPUS,
+    TOKEN_BYTES,
     Efficiency,
     Gpu,
-    Memory,
     ModelShape,
     StageCost,
-    Trainer,
     Workload,
     stage_costs,
     stored_bytes_per_token,
-    trainer_memory,
 )
 from trm_repro.config import CONF_DIR, RunConfig
 from trm_repro.errors import InputError
+from trm_repro.memory import Host, Memory, Sampling, Trainer, gpu_memory, host_memory, host_total
 
 HELP = "print memory, operations, storage and time of a run on GPUs before it is started"
 RESERVE = 3e9  # bytes of a GPU for the CUDA context and fragmentation
-CHUNK_TOKENS = 512
 MOST_GPUS = 100_000
+FEWER = "use more GPUs (trainer.devices), or trainer.cpu_offload=true"
+LARGER = "use GPUs with more memory (--gpu)"
+SHORTER = "lower update.tokens_per_micro_batch"
 SUGGESTIONS = {
-    "masters": "use more GPUs (trainer.devices), or trainer.cpu_offload=true",
-    "gradients": "use more GPUs (trainer.devices), or trainer.cpu_offload=true",
-    "optimizer": "use more GPUs (trainer.devices), or trainer.cpu_offload=true",
-    "gathered_layers": "use GPUs with more memory (--gpu)",
-    "activations": "lower update.tokens_per_micro_batch, or set trainer.activation_checkpointing=true",
-    "logit_chunk": "lower update.tokens_per_micro_batch",
-    "engine_weights": "use GPUs with more memory (--gpu)",
+    "masters": FEWER,
+    "gradients": FEWER,
+    "optimizer": FEWER,
+    "step_workspace": FEWER,
+    "rollout_head": "set rollout.distribution=top_k, which needs no head",
+    "rollout_distributions": "use more GPUs (trainer.devices), or lower rollout.num_prompts",
+    "gathered_root": LARGER,
+    "gathered_layers": LARGER,
+    "head_gradient": LARGER,
+    "layer_reduction": LARGER,
+    "root_reduction": LARGER,
+    "saved_activations": f"{SHORTER}, or set trainer.activation_checkpointing=true",
+    "layer_activations": SHORTER,
+    "logit_chunk": LARGER,
+    "engine_weights": LARGER,
     "key_value_cache": "lower rollout.kv_cache_bytes",
+    "streamed_weight": LARGER,
+}
+HOST_SUGGESTIONS = {
+    "starting": "use a machine with more memory: the first rank reads the model whole",
+    "snapshots": "lower rollout.staleness_steps",
+    "offloaded_states": "set trainer.cpu_offload=false",
+    "sleeping_engines": "set rollout.placement=server",
+    "rollout_distributions": "lower rollout.num_prompts, or set rollout.distribution=top_k",
 }
 
 
@@ -57,6 +76,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--decoding-efficiency", type=float, default=0.6, help="share of its bandwidth reached; default 0.6"
     )
+    parser.add_argument("--host-memory", type=float, help="memory of one machine, GB; default: not checked")
     parser.add_argument("--json", action="store_true", help="print JSON")
 
 
@@ -67,6 +87,7 @@ def run(arguments: argparse.Namespace) -> int:
     config = config_from(arguments)
     plan = make_plan(arguments, config)
     check_fit(plan)
+    check_host(plan, arguments.host_memory)
     sys.stdout.write(json.dumps(plan.as_dict(), indent=2) + "\n" if arguments.json else plan.text())
     return 0
 
@@ -86,7 +107,7 @@ class Plan:
     num_steps: int
     bytes_per_token: int
     kept_steps: int
-    host_bytes: float
+    host: dict[str, float]
 
     def as_dict(self) -> dict[str, object]:
         """Return everything as plain values."""
@@ -94,13 +115,14 @@ class Plan:
             "model": dataclasses.asdict(self.model) | {"parameters": self.model.num_parameters, "source": self.source},
             "gpu": dataclasses.asdict(self.gpu) | {"count": self.num_gpus},
             "memory_bytes_per_gpu": dataclasses.asdict(self.memory)
-            | {"training": self.memory.training, "sampling": self.memory.resident + self.memory.sampling},
+            | {moment: sum(parts.values()) for moment, parts in self.memory.moments().items()}
+            | {"training": self.memory.training},
             "stages": [dataclasses.asdict(cost) for cost in self.costs],
             "step_seconds": self.step_seconds,
             "run_seconds": self.step_seconds * self.num_steps,
             "rollout_bytes_per_step": self.step_bytes,
             "rollout_bytes_kept": self.step_bytes * self.kept_steps,
-            "host_bytes": self.host_bytes,
+            "host_bytes": self.host | {"total": host_total(self.host)},
             "assumptions": dataclasses.asdict(self.efficiency) | dataclasses.asdict(self.workload),
         }
 
@@ -125,13 +147,15 @@ class Plan:
             f"prompts of {self.workload.prompt_tokens:,.0f}",
             "",
             "memory of one GPU, GB",
+            *(_line(name, value) for name, value in self.memory.categories().items() if value > 0),
             *(
-                f"  {field.name.replace('_', ' '):<18}{getattr(self.memory, field.name) / 1e9:8.2f}"
-                for field in dataclasses.fields(self.memory)
+                f"  {'fullest while ' + moment:<28}{sum(parts.values()) / 1e9:8.2f} of {usable / 1e9:.1f}"
+                for moment, parts in self.memory.moments().items()
             ),
-            f"  while training    {self.memory.training / 1e9:8.2f} of {usable / 1e9:.1f}",
-            f"  while sampling    {(self.memory.resident + self.memory.sampling) / 1e9:8.2f} of {usable / 1e9:.1f}",
-            f"memory of the host, GB: {self.host_bytes / 1e9:.1f} (snapshots of weights, offloaded states)",
+            "",
+            "memory of the first machine, GB",
+            *(_line(name, value) for name, value in self.host.items() if value > 0),
+            f"  {'at its fullest':<28}{host_total(self.host) / 1e9:8.2f}, and about 3 a process",
             "",
             f"{'stage':<10}{'operations':>12}{'GB read':>12}{'seconds':>10}",
             *(
@@ -149,6 +173,10 @@ class Plan:
             "every response of the same length, stages one after another. Not measured on a GPU.",
         ]
         return "\n".join(lines) + "\n"
+
+
+def _line(name: str, value: float) -> str:
+    return f"  {name.replace('_', ' '):<28}{value / 1e9:8.2f}"
 
 
 def make_plan(arguments: argparse.Namespace, config: RunConfig) -> Plan:
@@ -180,20 +208,36 @@ def make_plan(arguments: argparse.Namespace, config: RunConfig) -> Plan:
             raise InputError(f"--mean-{name} must be > 0 and at most rollout.max_{name}_tokens = {most}, got {value}")
     model, source = model_shape(config)
     gpu = GPUS[arguments.gpu]
-    trainer = Trainer(
-        num_ranks=num_gpus,
-        optimizer_moments=2 if config.update.optimizer == "adamw" else 0,
-        is_checkpointing=config.trainer.activation_checkpointing,
-        is_offloading=config.trainer.cpu_offload,
-        tokens_per_micro_batch=config.update.tokens_per_micro_batch,
-        chunk_tokens=CHUNK_TOKENS,
-    )
+    trainer = trainer_of(config, num_gpus)
+    distribution = config.rollout.distribution
     workload = Workload(
         num_sequences=config.rollout.num_prompts * config.rollout.group_size,
         prompt_tokens=prompt,
         response_tokens=response,
         num_epochs=config.update.num_epochs,
-        is_exact=config.rollout.distribution not in ("sampled", "top_k"),
+        is_rebuilding=distribution == "hidden",
+    )
+    bytes_per_token = stored_bytes_per_token(
+        distribution,
+        hidden_size=model.hidden_size,
+        vocab_size=model.vocab_size,
+        num_top_logprobs=config.rollout.num_top_logprobs,
+    )
+    distribution_bytes = (bytes_per_token - TOKEN_BYTES) * workload.num_sequences * response
+    engine = engine_of(config)
+    sampling = Sampling(
+        engine_ranks=1,
+        key_value_cache=float(config.rollout.kv_cache_bytes),
+        engine=engine,
+        has_head=workload.is_rebuilding,
+        distribution_bytes=distribution_bytes / num_gpus,
+    )
+    ranks_here = min(num_gpus, config.trainer.devices) if config.trainer.num_nodes > 1 else num_gpus
+    host = Host(
+        ranks_here=ranks_here,
+        num_snapshots=config.rollout.staleness_steps + 2,
+        distribution_bytes=distribution_bytes,
+        sleeping_bytes=float(BF16 * model.num_parameters * ranks_here) if engine == "sleeping" else 0.0,
     )
     efficiency = Efficiency(training=arguments.training_efficiency, decoding=arguments.decoding_efficiency)
     return Plan(
@@ -201,7 +245,7 @@ def make_plan(arguments: argparse.Namespace, config: RunConfig) -> Plan:
         model=model,
         gpu=gpu,
         num_gpus=num_gpus,
-        memory=trainer_memory(model, trainer, engine_ranks=1, key_value_cache=float(config.rollout.kv_cache_bytes)),
+        memory=gpu_memory(model, trainer, sampling),
         costs=stage_costs(
             model,
             workload,
@@ -210,28 +254,40 @@ def make_plan(arguments: argparse.Namespace, config: RunConfig) -> Plan:
             engine_ranks=1,
             concurrent_sequences=config.rollout.max_concurrent_sequences,
             is_checkpointing=trainer.is_checkpointing,
+            is_half_precision=trainer.compute_bytes < FLOAT32,
             efficiency=efficiency,
         ),
         workload=workload,
         efficiency=efficiency,
         num_steps=config.num_steps,
-        bytes_per_token=stored_bytes_per_token(
-            config.rollout.distribution,
-            hidden_size=model.hidden_size,
-            vocab_size=model.vocab_size,
-            num_top_logprobs=config.rollout.num_top_logprobs,
-        ),
+        bytes_per_token=bytes_per_token,
         kept_steps=1 + (config.num_steps - 1) // config.output.keep_shards_every,
-        host_bytes=host_bytes(config, model),
+        host=host_memory(model, trainer, host),
     )
 
 
-def host_bytes(config: RunConfig, model: ModelShape) -> float:
-    """Count bytes in host memory: bfloat16 snapshots of the weights sampled from, and what is offloaded."""
-    snapshots = (config.rollout.staleness_steps + 1) * BF16 * model.num_parameters
-    moments = 2 if config.update.optimizer == "adamw" else 0
-    offloaded = (2 + moments) * FLOAT32 * model.num_parameters if config.trainer.cpu_offload else 0
-    return float(snapshots + offloaded)
+def trainer_of(config: RunConfig, num_ranks: int) -> Trainer:
+    """Say how the trainer holds the model on GPUs."""
+    from trm_repro.vocab.chunks import CUDA_CHUNK_ELEMENTS
+
+    longest = config.rollout.max_prompt_tokens + config.rollout.max_response_tokens
+    return Trainer(
+        num_ranks=num_ranks,
+        optimizer_moments=2 * (config.update.optimizer == "adamw") + (config.update.step_limit is not None),
+        is_sharded=config.trainer.is_sharded or num_ranks > 1,
+        is_checkpointing=config.trainer.activation_checkpointing,
+        is_offloading=config.trainer.cpu_offload,
+        compute_bytes=FLOAT32 if config.trainer.compute_dtype == "float32" else BF16,
+        tokens_per_micro_batch=max(config.update.tokens_per_micro_batch, longest),
+        chunk_elements=CUDA_CHUNK_ELEMENTS,
+    )
+
+
+def engine_of(config: RunConfig) -> Literal["sleeping", "resident", "elsewhere"]:
+    """Say where the engine is while the trainer works."""
+    if config.rollout.placement == "server":
+        return "elsewhere"
+    return "sleeping" if config.rollout.placement == "colocated" else "resident"
 
 
 def model_shape(config: RunConfig) -> tuple[ModelShape, str]:
@@ -310,14 +366,34 @@ def check_fit(plan: Plan) -> None:
             f"rollout.kv_cache_bytes = {plan.memory.key_value_cache:.3g} holds less than one sequence, which takes "
             f"{one_sequence:.3g} bytes; raise it"
         )
-    training = ("masters", "gradients", "optimizer", "gathered_layers", "activations", "logit_chunk")
-    sampling = ("masters", "optimizer", "engine_weights", "key_value_cache")
-    for phase, names in (("training", training), ("sampling", sampling)):
-        need = sum(getattr(plan.memory, name) for name in names)
+    for moment, parts in plan.memory.moments().items():
+        need = sum(parts.values())
         if need > usable:
-            worst = max(names, key=lambda name: float(getattr(plan.memory, name)))
-            size = getattr(plan.memory, worst) / 1e9
+            worst = max(parts, key=lambda name: parts[name])
             raise InputError(
-                f"{phase} needs {need / 1e9:.1f} GB on each {plan.gpu.name}, which has {usable / 1e9:.1f} usable; "
-                f"{worst.replace('_', ' ')} is the largest with {size:.1f} GB: {SUGGESTIONS[worst]}"
+                f"{moment} needs {need / 1e9:.1f} GB on each {plan.gpu.name}, which has {usable / 1e9:.1f} usable; "
+                f"{worst.replace('_', ' ')} is the largest with {parts[worst] / 1e9:.1f} GB: {SUGGESTIONS[worst]}"
             )
+
+
+def check_host(plan: Plan, host_memory_gb: float | None) -> None:
+    """Refuse a plan that needs more memory than a machine has.
+
+    Args:
+        plan: from `make_plan`.
+        host_memory_gb: of one machine; None where it is not known.
+
+    Raises:
+        InputError: naming the largest category and the setting to change.
+    """
+    if host_memory_gb is None:
+        return
+    if not 0 < host_memory_gb < math.inf:
+        raise InputError(f"--host-memory must be a number of GB > 0, got {host_memory_gb}")
+    need = host_total(plan.host)
+    if need > host_memory_gb * 1e9:
+        worst = max(plan.host, key=lambda name: plan.host[name])
+        raise InputError(
+            f"the first machine needs {need / 1e9:.1f} GB, it has {host_memory_gb:g}; {worst.replace('_', ' ')} takes "
+            f"{plan.host[worst] / 1e9:.1f} GB: {HOST_SUGGESTIONS[worst]}"
+        )

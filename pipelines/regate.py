@@ -46,7 +46,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
 def run(arguments: argparse.Namespace) -> int:
     """Run the command."""
     from evaluation.regating import draw_regating, regate, regating_document, regating_table
-    from trm_repro.shards import check_folder
+    from trm_repro.parquet_files import check_folder
 
     out = arguments.out or (arguments.path if arguments.path.is_dir() else arguments.path.parent) / "regate"
     check_folder(out)

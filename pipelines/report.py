@@ -68,6 +68,7 @@ def write_report(config: RunConfig) -> list[Path]:
         survival_picture,
     )
     from evaluation.token_level import draw_token_level
+    from pipelines.study_report import expected_of
     from pipelines.tracking_reader import read_experiment
 
     experiment, read = read_experiment(config, list(REPORTED_METRICS))
@@ -101,6 +102,7 @@ def write_report(config: RunConfig) -> list[Path]:
                 "among responses with gradient, and the largest ratio with a negative advantage.",
             ),
             lengths=[] if rows is None else _length_blocks(rows, recorded.thresholds, figures),
+            expected=expected_of(experiment.parent.settings, outcomes),
         )
     )
     write_atomically(folder / "report.md", to_markdown(report))
@@ -131,8 +133,10 @@ def _length_rows(config: RunConfig, parent_run: str) -> "list[LengthRow] | None"
     from pipelines.tracking_reader import read_artifact
 
     file = Path(config.output.dir) / "figures" / "table_2.json"
-    content = file.read_bytes() if file.is_file() else read_artifact(config, parent_run, "report/table_2.json")
-    return None if content is None else parse_length_rows(content, "table_2.json")
+    if file.is_file():
+        return parse_length_rows(file.read_bytes(), str(file))
+    content = read_artifact(config, parent_run, "report/table_2.json")
+    return None if content is None else parse_length_rows(content, f"MLflow's run {parent_run}: report/table_2.json")
 
 
 def _length_blocks(rows: "Sequence[LengthRow]", thresholds: ClaimThresholds, folder: Path) -> "list[Block]":

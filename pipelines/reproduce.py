@@ -18,6 +18,7 @@ from tqdm import tqdm
 
 from pipelines.arguments import add_config_arguments, split_settings
 from pipelines.lengths import join_length_tables, seed_folder
+from pipelines.progress import progress_bar
 from pipelines.run_directory import RunDirectory
 from pipelines.worker import Job, Outcome, worker_main
 from trm_repro.config import RunConfig, load_arm, load_config
@@ -158,8 +159,6 @@ class Schedule:
 
     def next_job(self) -> tuple[Job, RunDirectory] | None:
         """Take the next job that can start now; None when nothing can, or nothing is left."""
-        from pipelines.train import reference_updates
-
         for directory in self.pending:
             seed = directory.config.seed
             if seed not in self.warm | self.warming and directory.config.policy.path is None:
@@ -172,7 +171,7 @@ class Schedule:
             if waits or (config.seed in self.warming):
                 continue
             self.pending.remove(directory)
-            return Job(kind="train", config=config, reference=reference_updates(config)), directory
+            return Job(kind="train", config=config), directory
         for directory in self.lengths_of if not self.pending else []:
             if directory.name in self.finished:
                 self.lengths_of.remove(directory)
@@ -236,7 +235,7 @@ class Pool:
             if directory.is_finished:  # completes an interrupted replay
                 self.tracking.track(directory, "FINISHED")
         bar: tqdm[Any]
-        with tqdm(total=total, unit="step", desc="reproduce", smoothing=0.05) as bar:
+        with progress_bar("reproduce", total, "step", smoothing=0.05) as bar:
             workers = [self._start(number) for number in range(self._num_workers())]
             try:
                 while self._assign(workers):
@@ -332,10 +331,10 @@ class Pool:
                     num_steps = sum(entry.kind == "train" for entry in read_spool(directory.spool_file))
                     self.progress[directory.name] = (size, num_steps)
         done = sum(num_steps for _, num_steps in self.progress.values())
-        bar.update(done - bar.n)
         doing = [
             f"{worker.job.kind.replace('_', ' ')} {worker.directory.name}"
             for worker in workers
             if worker.job is not None and worker.directory is not None
         ]
-        bar.set_postfix_str("; ".join(doing), refresh=True)
+        bar.set_postfix_str("; ".join(doing), refresh=False)
+        bar.update(done - bar.n)

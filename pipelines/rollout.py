@@ -21,13 +21,14 @@ def run(arguments: argparse.Namespace) -> int:
     """Run the command."""
     from pipelines.checkpoints import check_snapshots, read_checkpoint
     from pipelines.session import open_session, set_threads
-    from pipelines.train import starting_policy
+    from pipelines.training import starting_policy
     from trm_repro.datamodule import shard_name
     from trm_repro.heads import write_head
+    from trm_repro.parquet_files import check_folder
     from trm_repro.rollout.precision import engine_head
     from trm_repro.rollout.sampler import RolloutSampler
     from trm_repro.sharding import policy_weights
-    from trm_repro.shards import check_folder, write_rollouts
+    from trm_repro.shards import write_rollouts
 
     config = config_from(arguments)
     check_folder(arguments.out)

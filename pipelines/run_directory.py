@@ -30,6 +30,7 @@ class RunDirectory:
         self.spool_file = self.path / "metrics.jsonl"
         self.shards = self.path / "shards"
         self.masks = self.path / "masks"
+        self.faults = self.path / "faults"
         self.checkpoint = self.path / "checkpoint.ckpt"
         self.policy = self.path / "policy"
         self.finished_file = self.path / "finished"

@@ -11,7 +11,9 @@ from transformers import PreTrainedTokenizerFast
 
 from trm_repro.config import RunConfig
 from trm_repro.policy import build_policy, load_tokenizer
+from trm_repro.rollout.math_problems import math_probe_contexts
 from trm_repro.rollout.sampler import chain_probe_contexts
+from trm_repro.rollout.stopping import check_turn_ends
 from trm_repro.rollout.synced_engine import SyncedEngine, open_engine, open_shared_engine
 
 
@@ -54,7 +56,9 @@ def open_session(config: RunConfig, model_path: Path) -> Session:
         FaultError: if engine and policy disagree on the model.
     """
     tokenizer = load_tokenizer(model_path)
-    contexts = chain_probe_contexts(config, tokenizer)
+    check_turn_ends(config, tokenizer, model_path)
+    make_contexts = math_probe_contexts if config.task.name == "math" else chain_probe_contexts
+    contexts = make_contexts(config, tokenizer)
     max_length = config.rollout.max_prompt_tokens + max(
         config.rollout.max_response_tokens, config.evaluation.max_response_tokens
     )

@@ -6,8 +6,6 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-import lightning as L  # noqa: N812
-
 from pipelines.arguments import add_arm_argument, add_config_arguments, config_from
 
 if TYPE_CHECKING:
@@ -33,12 +31,14 @@ def run(arguments: argparse.Namespace) -> int:
     from pipelines.recorder import mask_rows
     from pipelines.run_directory import write_atomically
     from pipelines.session import set_threads
-    from pipelines.train import build_module, reference_updates, starting_policy
+    from pipelines.training import build_module, reference_updates, starting_policy
     from trm_repro.datamodule import RolloutDataModule, shard_name
     from trm_repro.errors import InputError
     from trm_repro.heads import read_heads
+    from trm_repro.parquet_files import check_folder
     from trm_repro.policy import load_tokenizer, save_policy
-    from trm_repro.shards import check_folder, read_rollouts, write_masks
+    from trm_repro.shard_checks import check_versions
+    from trm_repro.shards import read_rollouts, write_masks
     from trm_repro.step_metrics import step_metrics
 
     config = config_from(arguments)
@@ -52,13 +52,14 @@ def run(arguments: argparse.Namespace) -> int:
             f"{arguments.shard} holds step {step}, but {arguments.checkpoint or 'the starting policy'} has done "
             f"{num_done} steps; give --checkpoint of the run after {step} steps"
         )
+    check_versions(arguments.shard, rollouts, step, config.rollout.staleness_steps)
     if len(rollouts) % config.update.num_updates_per_rollout:
         raise InputError(
             f"{arguments.shard} has {len(rollouts)} sequences, which update.num_updates_per_rollout="
             f"{config.update.num_updates_per_rollout} does not divide"
         )
     model_path = starting_policy(config, show_progress=True)
-    module = build_module(config, model_path, reference_updates(config))
+    module = build_module(config, model_path, reference_updates(config), fault_dir=arguments.out / "faults")
     module.configure_model()
     if checkpoint is not None:
         load_into(module.policy, checkpoint, arguments.checkpoint)
@@ -79,10 +80,10 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def _train_step(module: "TRMModule", data: "RolloutDataModule", step: int, checkpoint: Path | None) -> None:
-    from pipelines.train import build_trainer
+    from pipelines.training import StartNote, build_trainer
     from trm_repro.errors import InputError
 
-    started = _Started()
+    started = StartNote()
     try:
         build_trainer(step + 1, [started]).fit(module, datamodule=data, ckpt_path=checkpoint, weights_only=True)
     except (KeyError, ValueError, RuntimeError, TypeError, AttributeError) as error:
@@ -92,12 +93,3 @@ def _train_step(module: "TRMModule", data: "RolloutDataModule", step: int, check
             f"{checkpoint}: training cannot go on from it ({' '.join(str(error).split())[:200]}); expected the "
             "checkpoint.ckpt of a run with this configuration"
         ) from error
-
-
-class _Started(L.Callback):
-    """Notes that the checkpoint has been restored and training begins."""
-
-    is_training = False
-
-    def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        self.is_training = True

@@ -3,24 +3,18 @@
 It writes to the run's folder only. The parent hears through a pipe when a job has ended.
 """
 
-import ctypes
+import multiprocessing
 import os
 import signal
 import sys
 import traceback
-from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from trm_repro.config import RunConfig
 from trm_repro.errors import FaultError, InputError
-
-if TYPE_CHECKING:
-    from trm_repro.steps import ReferenceUpdate  # brings torch
-
-PR_SET_PDEATHSIG = 1  # of Linux's prctl
+from trm_repro.parent_death import end_with_parent
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -31,12 +25,10 @@ class Job:
         kind: warm_start trains the seed's starting policy, train the run itself; lengths measures rejection against
             length on the run's checkpoint.
         config: the run.
-        reference: for a control: what the arm that it copies did, by step, update by update.
     """
 
     kind: str
     config: RunConfig
-    reference: "Mapping[int, Sequence[ReferenceUpdate]] | None" = None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -79,7 +71,7 @@ def _do(job: Job, session: object) -> object:
     from pipelines.lengths import seed_folder, write_length_table
     from pipelines.run_directory import RunDirectory
     from pipelines.session import Session, open_session, set_threads
-    from pipelines.train import starting_policy, train_run
+    from pipelines.training import reference_updates, starting_policy, train_run
 
     set_threads(job.config.num_threads)
     model_path = starting_policy(job.config)
@@ -88,22 +80,24 @@ def _do(job: Job, session: object) -> object:
     if job.kind == "lengths":
         write_length_table(job.config, RunDirectory(job.config).checkpoint, seed_folder(job.config))
         return None
+    reference = reference_updates(job.config)
     if job.config.trainer.is_sharded:
-        train_ranks(job.config, model_path, job.reference)
+        train_ranks(job.config, model_path, reference)
         return None
     if session is None:
         session = open_session(job.config, model_path)
     assert isinstance(session, Session)
-    train_run(job.config, session, model_path, job.reference)
+    train_run(job.config, session, model_path, reference)
     return session
 
 
 def die_with_parent() -> None:
     """End when the parent does, however it ends: two generations of workers must never write to one run."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the whole group; the parent decides
-    ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
-    if os.getppid() == 1:
-        os.kill(os.getpid(), signal.SIGKILL)
+    parent = multiprocessing.parent_process()
+    assert parent is not None
+    assert parent.pid is not None
+    end_with_parent(parent.pid)
 
 
 def _redirect_output(log_file: Path) -> None:

@@ -1,5 +1,7 @@
 """Fixtures that several test files share: data from outside, and one small experiment run once."""
 
+import contextlib
+import io
 import os
 import shutil
 import subprocess
@@ -9,6 +11,8 @@ from typing import TYPE_CHECKING
 
 import pytest
 import torch
+
+from trm_repro.file_locks import file_lock
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
@@ -37,8 +41,19 @@ def qwen3_tokenizer(test_data: Path) -> "PreTrainedTokenizerFast":
     return load_tokenizer(test_data / "qwen3-tokenizer")
 
 
-def run_command(*arguments: object, timeout: float = 280) -> subprocess.CompletedProcess[str]:
-    """Run trm-repro as a user does."""
+def run_command(*arguments: object) -> subprocess.CompletedProcess[str]:
+    """Run trm-repro in this process, which has the libraries loaded already; what a user sees comes back as text."""
+    from pipelines.cli import main
+
+    output, errors = io.StringIO(), io.StringIO()
+    words = [str(argument) for argument in arguments]
+    with contextlib.chdir(ROOT), contextlib.redirect_stdout(output), contextlib.redirect_stderr(errors):
+        code = main(words)
+    return subprocess.CompletedProcess(words, code, output.getvalue(), errors.getvalue())
+
+
+def run_process(*arguments: object, timeout: float = 540) -> subprocess.CompletedProcess[str]:
+    """Run trm-repro as a user does, in a process of its own."""
     return subprocess.run(
         [sys.executable, "-m", "pipelines.cli", *map(str, arguments)],
         cwd=ROOT,
@@ -56,14 +71,21 @@ def cli():
 
 
 @pytest.fixture(scope="session")
-def smoke(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Output folder of a finished `reproduce conf/smoke.yaml`; treat it as read-only."""
-    folder = tmp_path_factory.mktemp("smoke")
-    done = run_command(
-        "reproduce", SMOKE, f"output.dir={folder / 'runs'}", f"output.warm_start_dir={folder / 'warm_starts'}"
-    )
-    assert done.returncode == 0, done.stdout + done.stderr
-    (folder / "stdout.txt").write_text(done.stdout)
+def smoke(tmp_path_factory: pytest.TempPathFactory, worker_id: str) -> Path:
+    """Output folder of a finished `reproduce conf/smoke.yaml`; treat it as read-only: all test processes share it."""
+    folder = tmp_path_factory.getbasetemp()
+    if worker_id != "master":
+        folder = folder.parent  # of the base folders of all test processes
+    folder /= "smoke"
+    said = folder / "stdout.txt"
+    with file_lock(folder.with_name("smoke.lock")):
+        if not said.is_file():
+            shutil.rmtree(folder, ignore_errors=True)
+            done = run_process(
+                "reproduce", SMOKE, f"output.dir={folder / 'runs'}", f"output.warm_start_dir={folder / 'warm_starts'}"
+            )
+            assert done.returncode == 0, done.stdout + done.stderr
+            said.write_text(done.stdout)
     return folder
 
 

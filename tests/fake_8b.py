@@ -4,8 +4,10 @@ A fake process group stands for the other ranks and a fake tensor mode for the G
 in seconds. Prints JSON: shapes, dtypes, shard sizes and bytes by category. `python -m tests.fake_8b [LAYERS] [TOKENS]`.
 """
 
+import gc
 import json
 import sys
+import weakref
 
 import torch
 import torch.distributed as dist
@@ -14,6 +16,8 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor
 from torch.testing._internal.distributed.fake_pg import FakeStore
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 from transformers import AutoModelForCausalLM
 
 from tests.conftest import ROOT
@@ -22,7 +26,7 @@ from trm_repro.divergence import importance_ratio, log_ratio
 from trm_repro.masks import sequence_mask
 from trm_repro.policy import Policy, model_config
 from trm_repro.sharding import prepare_policy, shard_policy
-from trm_repro.vocab import HiddenRollout, TokenStatistics, token_objective, token_statistics
+from trm_repro.vocab import HiddenRollout, TokenStatistics, chunks, token_logprobs, token_statistics
 from trm_repro.vocab import gradients as gradients_module
 from trm_repro.vocab.chunks import write_logits
 
@@ -41,12 +45,37 @@ class OneVersion(HiddenRollout):
 class FixedShapes(Policy):
     """A policy whose tokens to score are all positions: masks of unknown content would give unknown shapes."""
 
-    def forward(self, input_ids: Tensor, token_ids: Tensor, rollout: HiddenRollout | None, objective=None):
-        """Measure against a rollout distribution, or sum an objective."""
+    def forward(self, input_ids: Tensor, token_ids: Tensor, rollout: HiddenRollout | None):
+        """Measure against a rollout distribution, or compute log-probs with gradient."""
         hidden = self.model.model(input_ids=input_ids, use_cache=False).last_hidden_state.flatten(0, 1)
-        if objective is None:
+        if rollout is not None:
             return hidden, token_statistics(hidden, self.model.lm_head.weight, token_ids, rollout=rollout)
-        return hidden, token_objective(hidden, self.model.lm_head.weight, token_ids, objective)
+        return hidden, token_logprobs(hidden, self.model.lm_head.weight, token_ids)
+
+
+class LiveBytes(TorchDispatchMode):
+    """Counts the bytes of all storages that are alive, and how many they were at most."""
+
+    def __init__(self):
+        super().__init__()
+        self.sizes: dict[int, int] = {}
+        self.now = self.most = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        result = func(*args, **(kwargs or {}))
+        for value in tree_leaves(result):
+            if isinstance(value, Tensor):
+                storage = (value.to_local() if isinstance(value, DTensor) else value).untyped_storage()
+                key, size = storage._cdata, storage.nbytes()
+                if key not in self.sizes:
+                    weakref.finalize(storage, self._forget, key)
+                self.now += size - self.sizes.get(key, 0)  # FSDP resizes what it gathers into
+                self.sizes[key] = size
+        self.most = max(self.most, self.now)
+        return result
+
+    def _forget(self, key: int) -> None:
+        self.now -= self.sizes.pop(key)
 
 
 def num_bytes(tensors) -> int:
@@ -57,7 +86,7 @@ def num_bytes(tensors) -> int:
 
 def build(num_layers: int | None, mesh: DeviceMesh) -> FixedShapes:
     """Build the policy of conf/paper.yaml and share it over the ranks."""
-    paper = load_config([ROOT / "conf" / "paper.yaml"], ["trainer.attention=sdpa", "trainer.packing=false"])
+    paper = load_config([ROOT / "conf" / "paper.yaml"], [])
     sizes = model_config(paper.policy)
     sizes.num_hidden_layers = num_layers or sizes.num_hidden_layers
     model = AutoModelForCausalLM.from_config(sizes, dtype=torch.float32, attn_implementation="sdpa")
@@ -85,11 +114,8 @@ def run_step(policy: FixedShapes, length: int) -> dict[str, object]:
     response_mask = torch.ones(SEQUENCES, length, dtype=torch.bool)
     keep = sequence_mask(statistics.kl.view(SEQUENCES, length), response_mask, max_threshold=0.05)
     weights, rollout_logprobs = keep.repeat_interleave(length).float(), statistics.rebuilt_logprobs
-
-    def objective(logprobs: Tensor, which: slice) -> Tensor:
-        return weights[which] * importance_ratio(log_ratio(logprobs, rollout_logprobs[which]))
-
-    _, (total, logprobs) = policy(input_ids, token_ids, None, objective)
+    _, logprobs = policy(input_ids, token_ids, None)
+    total = (weights * importance_ratio(log_ratio(logprobs, rollout_logprobs))).sum()
     (-total / SEQUENCES).backward()
     gradients = [weight.grad for weight in policy.parameters()]
     optimizer.step()
@@ -117,11 +143,18 @@ def main() -> None:
     """Print what one step makes."""
     words = [int(word) for word in sys.argv[1:]]
     dist.init_process_group("fake", rank=0, world_size=NUM_RANKS, store=FakeStore())
-    # On a CPU gradients are left alone when the loss's own gradient is 1, which a tensor without a value cannot say.
-    gradients_module._scaled = lambda gradient, scale: gradient if scale is None else gradient * scale
+    gradients_module._check_mass = lambda mass: None  # looks at values, which these tensors do not have
     mesh = init_device_mesh("cpu", (NUM_RANKS,))  # has values, so it is made outside
+    chunks.CPU_CHUNK_ELEMENTS = chunks.CUDA_CHUNK_ELEMENTS  # as on a GPU
+    live = LiveBytes()
     with FakeTensorMode(allow_non_fake_inputs=True):
-        found = run_step(build(words[0] if words else None, mesh), words[1] if len(words) > 1 else 512)
+        with live:
+            policy = build(words[0] if words else None, mesh)
+        gc.collect()
+        live.most = live.now
+        with live:
+            found = run_step(policy, words[1] if len(words) > 1 else 512)
+    found["peak_bytes"] = live.most
     dist.destroy_process_group()
     sys.stdout.write(json.dumps(found) + "\n")
 

@@ -15,6 +15,8 @@ from torch import Tensor
 
 TOKEN_TENSORS = ("log_distribution", "hidden", "top_ids", "top_logprobs", "experts")
 """Optional tensors of a rollout with one row per response token; a batch has them without padding, as rollout_NAME."""
+LOGPROB_ROUNDING = 1e-3
+"""Nats by which rounding can lift a log-prob above 0: a float32 log-softmax over 151,936 tokens is off by 5e-4."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -86,6 +88,8 @@ class RolloutBatch:
         weight_versions: ``[B]`` int64.
         sequence_ids: ``[B]`` int64; position of each sequence in its step.
         token_weights: ``[B, T]`` float32, factors >= 0 of each token's objective that a gate of tokens gave, or None.
+        policy_normalizers: ``[B, T]`` float32, nats; log of the sum of exponentials of the tempered logits of the policy
+            that is about to learn from the batch, from a measurement with the same weights; or None.
         rollout_log_distribution: ``[N, V]`` float32, nats, or None.
         rollout_hidden: ``[N, H]`` bfloat16 or float32, or None.
         rollout_heads: ``[V, H]`` by weight version, in the dtype of ``rollout_hidden``: the output heads that turn
@@ -106,6 +110,7 @@ class RolloutBatch:
     weight_versions: Tensor
     sequence_ids: Tensor
     token_weights: Tensor | None = None
+    policy_normalizers: Tensor | None = None
     rollout_log_distribution: Tensor | None = None
     rollout_hidden: Tensor | None = None
     rollout_heads: Mapping[int, Tensor] | None = None

@@ -1,13 +1,13 @@
-"""What a run needs of its machine: memory by category, floating-point operations, bytes and seconds of a step.
+"""What a step costs: floating-point operations, bytes read and stored, seconds.
 
 Arithmetic on shapes; no weights, no torch. Every estimate states what it counts, and `trm-repro plan` prints it.
-Symbols: P parameters, L layers, H hidden size, V vocabulary, T tokens, W ranks that share the trainer's weights.
+Symbols: P parameters, L layers, H hidden size, V vocabulary, T tokens. Memory is in `trm_repro.memory`.
 """
 
 from dataclasses import dataclass
 
 BF16, FLOAT32 = 2, 4  # bytes
-LAYERS_IN_FLIGHT = 2  # FSDP2 gathers the next layer while it computes this one
+TOKEN_BYTES = 2 * FLOAT32  # of a stored token: its id and its log-prob
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -112,100 +112,6 @@ GPUS: dict[str, Gpu] = {
 
 
 @dataclass(frozen=True, kw_only=True)
-class Trainer:
-    """How the trainer holds the model.
-
-    Attributes:
-        num_ranks: W, GPUs that share weights, gradients and optimizer states.
-        optimizer_moments: float32 numbers kept a parameter: 2 for AdamW, 0 for plain SGD.
-        is_checkpointing: whether activations are recomputed in the backward pass.
-        is_offloading: whether masters and optimizer states live in host memory.
-        tokens_per_micro_batch: tokens of one forward and backward pass on one rank.
-        chunk_tokens: tokens whose logits exist at once.
-    """
-
-    num_ranks: int
-    optimizer_moments: int
-    is_checkpointing: bool
-    is_offloading: bool
-    tokens_per_micro_batch: int
-    chunk_tokens: int
-
-
-@dataclass(frozen=True, kw_only=True)
-class Memory:
-    """Bytes on one GPU by category; the engine's are those while it samples."""
-
-    masters: float
-    gradients: float
-    optimizer: float
-    gathered_layers: float
-    activations: float
-    logit_chunk: float
-    engine_weights: float
-    key_value_cache: float
-
-    @property
-    def training(self) -> float:
-        """Bytes in use while the trainer computes."""
-        return (
-            self.masters + self.gradients + self.optimizer + self.gathered_layers + self.activations + self.logit_chunk
-        )
-
-    @property
-    def resident(self) -> float:
-        """Bytes the trainer keeps while the engine samples: gradients are freed, masters and moments stay."""
-        return self.masters + self.optimizer
-
-    @property
-    def sampling(self) -> float:
-        """Bytes the engine uses."""
-        return self.engine_weights + self.key_value_cache
-
-
-def trainer_memory(model: ModelShape, trainer: Trainer, *, engine_ranks: int, key_value_cache: float) -> Memory:
-    """Estimate the memory of one GPU.
-
-    Counted: float32 masters and gradients, the optimizer's moments, `LAYERS_IN_FLIGHT` gathered bfloat16 layers and the
-    gathered embedding, activations in bfloat16, float32 logits of a chunk four times over (logits and probabilities, of
-    policy and rollout), the engine's bfloat16 weights. Not counted: the CUDA context and fragmentation, about 3 GB.
-
-    Args:
-        model: the policy.
-        trainer: how it is held.
-        engine_ranks: GPUs that share one engine's weights (its tensor-parallel size).
-        key_value_cache: bytes of the engine's cache on one GPU.
-
-    Returns:
-        Bytes by category.
-    """
-    share = model.num_parameters / trainer.num_ranks
-    on_gpu = 0.0 if trainer.is_offloading else 1.0
-    gathered = LAYERS_IN_FLIGHT * model.layer_parameters + model.embedding_parameters
-    tokens = trainer.tokens_per_micro_batch
-    saved = tokens * model.hidden_size * BF16
-    inside = tokens * BF16 * _activation_width(model)
-    is_sharded = trainer.num_ranks > 1
-    return Memory(
-        masters=FLOAT32 * share * on_gpu,
-        gradients=FLOAT32 * share * on_gpu,
-        optimizer=FLOAT32 * trainer.optimizer_moments * share * on_gpu,
-        gathered_layers=BF16 * gathered if is_sharded else BF16 * model.num_parameters,
-        activations=saved * model.num_layers + inside * (1 if trainer.is_checkpointing else model.num_layers),
-        logit_chunk=4 * FLOAT32 * min(trainer.chunk_tokens, tokens) * model.vocab_size,
-        engine_weights=BF16 * model.num_parameters / engine_ranks,
-        key_value_cache=key_value_cache,
-    )
-
-
-def _activation_width(model: ModelShape) -> int:
-    """Numbers a token leaves inside one layer: two norms, queries, keys, values, attention, three feed-forward, sum."""
-    query = model.num_attention_heads * model.head_dim
-    key_value = model.num_key_value_heads * model.head_dim
-    return 3 * model.hidden_size + 2 * query + 2 * key_value + 3 * model.intermediate_size * model.num_experts_per_token
-
-
-@dataclass(frozen=True, kw_only=True)
 class Workload:
     """One step.
 
@@ -214,14 +120,14 @@ class Workload:
         prompt_tokens: mean length of a prompt.
         response_tokens: mean length of a response.
         num_epochs: passes of updates over the responses.
-        is_exact: whether the mask needs the rollout distribution over the whole vocabulary, rebuilt from hidden states.
+        is_rebuilding: whether the mask rebuilds the rollout distribution from hidden states.
     """
 
     num_sequences: int
     prompt_tokens: float
     response_tokens: float
     num_epochs: int
-    is_exact: bool
+    is_rebuilding: bool
 
     @property
     def sequence_tokens(self) -> float:
@@ -268,14 +174,16 @@ def stage_costs(  # noqa: PLR0913 - one argument for each thing that a user can 
     engine_ranks: int,
     concurrent_sequences: int,
     is_checkpointing: bool,
+    is_half_precision: bool,
     efficiency: Efficiency,
 ) -> list[StageCost]:
     """Estimate operations, bytes and seconds of one step.
 
     Rollout: each decoding step reads the weights once for all sequences that an engine decodes together, and each
-    sequence's key-value cache; the engine's operations bind where that takes longer. Mask: one forward pass over prompt
-    and response, and for exact divergences two more passes of the output head. Update: forward, backward (twice the
-    forward), and with activation checkpointing the layers' forward once more.
+    sequence's key-value cache; the engine's operations bind where that takes longer. Mask: one forward pass, and where
+    distributions are rebuilt from hidden states one more pass of the output head. Update: forward, backward (twice the
+    forward), with activation checkpointing the layers' forward once more, and in half precision one more pass of the
+    head, whose normalizers are then not those of the mask's pass. The trainer's head sees response tokens alone.
 
     Args:
         model: the policy.
@@ -285,6 +193,7 @@ def stage_costs(  # noqa: PLR0913 - one argument for each thing that a user can 
         engine_ranks: GPUs of one engine.
         concurrent_sequences: sequences that one engine decodes together, at most.
         is_checkpointing: whether activations are recomputed.
+        is_half_precision: whether the trainer computes in bfloat16.
         efficiency: assumed shares of the data sheet.
 
     Returns:
@@ -292,19 +201,22 @@ def stage_costs(  # noqa: PLR0913 - one argument for each thing that a user can 
     """
     tokens = workload.num_sequences * workload.sequence_tokens
     attention = workload.num_sequences * model.attention_flops(workload.sequence_tokens)
-    forward = tokens * model.flops_per_token + attention
+    num_responses = workload.num_sequences * workload.response_tokens
+    head = 2.0 * model.embedding_parameters * num_responses
+    layers = tokens * (model.flops_per_token - 2.0 * model.embedding_parameters) + attention
+    forward = layers + head
     num_engines = num_gpus / engine_ranks
     together = max(1.0, min(concurrent_sequences, workload.num_sequences / num_engines))
     waves = workload.num_sequences / num_engines / together
     weight_reads = num_engines * waves * workload.response_tokens * BF16 * model.num_parameters
     mean_context = workload.prompt_tokens + workload.response_tokens / 2
-    cache_reads = workload.num_sequences * workload.response_tokens * mean_context * model.key_value_bytes_per_token
+    cache_reads = num_responses * mean_context * model.key_value_bytes_per_token
     read = weight_reads + cache_reads
     speed = num_gpus * gpu.flops * efficiency.training
     decoding = max(read / (num_gpus * gpu.bandwidth * efficiency.decoding), forward / speed)
-    head = 2.0 * model.embedding_parameters * workload.num_sequences * workload.response_tokens
-    mask = workload.num_epochs * (forward + (2 * head if workload.is_exact else 0.0))
-    update = workload.num_epochs * forward * (4.0 if is_checkpointing else 3.0)
+    mask = workload.num_epochs * (forward + (head if workload.is_rebuilding else 0.0))
+    again = (layers if is_checkpointing else 0.0) + (head if is_half_precision else 0.0)
+    update = workload.num_epochs * (3.0 * forward + again)
     return [
         StageCost(stage="rollout", flops=forward, bytes_read=read, seconds=decoding),
         StageCost(stage="mask", flops=mask, bytes_read=0.0, seconds=mask / speed),
@@ -330,4 +242,4 @@ def stored_bytes_per_token(distribution: str, *, hidden_size: int, vocab_size: i
         "hidden": hidden_size * BF16,
         "full": vocab_size * FLOAT32,
     }
-    return 2 * FLOAT32 + extra[distribution]
+    return TOKEN_BYTES + extra[distribution]

@@ -275,6 +275,9 @@ def _merge(base: DictConfig, update: DictConfig, source: str) -> DictConfig:
         named = getattr(error, "full_key", "") or ", ".join(key for key, _ in flat_items(update))
         raise InputError(f"{source}: {named}: {_first_line(error)}") from None
     assert isinstance(merged, DictConfig)
+    for key, value in flat_items(update):  # OmegaConf takes a 1 for a true
+        if isinstance(OmegaConf.select(merged, key), bool) and not isinstance(value, bool):
+            raise InputError(f"{source}: {key}: expected true or false, got {value!r}")
     return merged
 
 

@@ -81,6 +81,8 @@ class RolloutDataModule(L.LightningDataModule):
         step = self.trainer.current_epoch
         if self.sampler is None:
             return as_loader(self._divided(self.stored, step))
+        if step >= self.config.num_steps:  # killed after the last checkpoint: Lightning asks before it finds it is done
+            return as_loader([])
         if self.versions_to_load:
             assert self.snapshot_dir is not None
             self.snapshots.extend(load_snapshots(self.snapshot_dir, self.versions_to_load, self._policy))
@@ -135,16 +137,21 @@ class RolloutDataModule(L.LightningDataModule):
         if ranks.num_ranks() == 1:
             self.share = Share()
             return minibatches(rollouts, self.config, step, self.heads)
-        items: list[Any] = []
+        batches: list[RolloutBatch] = []
+        parts: list[list[int]] = []
         if ranks.is_first():
             nothing: dict[str, Any] = dict.fromkeys(TOKEN_TENSORS)
             bare = [replace(rollout, **nothing) for rollout in rollouts]
             batches = minibatches(bare, self.config, step)
-            disjoint = batches[: self.config.update.num_updates_per_rollout]
-            for ids in divide(disjoint, ranks.num_ranks()):
-                own = RolloutBatch.from_rollouts([rollouts[index] for index in ids], self.heads)
-                items.append((batches, replace(own, sequence_ids=torch.tensor(ids))))
-        batches, own = ranks.scatter(items)
+            parts = divide(batches[: self.config.update.num_updates_per_rollout], ranks.num_ranks())
+
+        def share_of(rank: int) -> RolloutBatch:
+            lengths = [len(rollout.prompt_ids) + len(rollout.response_ids) for rollout in rollouts]
+            ids = sorted(parts[rank], key=lambda index: lengths[index])
+            part = RolloutBatch.from_rollouts([rollouts[index] for index in ids], self.heads)
+            return replace(part, sequence_ids=torch.tensor(ids))
+
+        batches, own = ranks.broadcast(batches), ranks.deal(share_of)
         self.share = Share(own)
         return batches
 

@@ -1,21 +1,23 @@
 """Whether a run's last steps still make sense; pure, so that a resumed run decides as an undisturbed one."""
 
 from collections.abc import Iterable, Mapping
+from pathlib import Path
 
 from trm_repro.config_sections import HealthConfig
 
 KEPT = "mask/kept_sequence_fraction"
 ENTROPY = "policy/entropy_mean"
 MIXED = "rollout/mixed_group_fraction"
-NONFINITE = "train/num_nonfinite_gradients"
+NONFINITE = "train/num_nonfinite_updates"
 
 
-def health_problem(steps: Iterable[Mapping[str, float]], config: HealthConfig) -> str | None:
+def health_problem(steps: Iterable[Mapping[str, float]], config: HealthConfig, fault_dir: Path) -> str | None:
     """Say why a run should stop.
 
     Args:
         steps: metrics of its last steps, oldest first.
         config: the health section.
+        fault_dir: where the run's batches that were not finite are, for the message.
 
     Returns:
         What is wrong and which key to change, in one line; None while all is well.
@@ -24,8 +26,8 @@ def health_problem(steps: Iterable[Mapping[str, float]], config: HealthConfig) -
     last = recent[-config.max_nonfinite_steps :]
     if len(last) == config.max_nonfinite_steps and all(step.get(NONFINITE, 0.0) > 0 for step in last):
         return (
-            f"loss or gradient were not finite in each of the last {len(last)} steps; the batches are in the run's "
-            "faults folder; lower update.learning_rate or look at the rewards and log-probs in them"
+            f"log-probs, loss or gradient were not finite in each of the last {len(last)} steps; the batches are in "
+            f"{fault_dir}; lower update.learning_rate, or look at the rewards and log-probs in them"
         )
     window = recent[-config.patience :]
     if len(window) < config.patience:

@@ -125,8 +125,6 @@ OBJECTIVES: dict[str, Objective] = {
     "gspo": gspo,
     "cispo": cispo,
 }
-OF_SEQUENCES = frozenset({"gspo"})
-"""Objectives in which a token's depends on the whole sequence; in the others on its own log-ratio only."""
 
 
 def _clipped(ratio: Tensor, advantages: Tensor, clip: ClipRange) -> Tensor:

@@ -3,6 +3,7 @@
 import dataclasses
 import math
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 
 import lightning as L  # noqa: N812
 import torch
@@ -14,8 +15,10 @@ from trm_repro.advantages import kept_advantages
 from trm_repro.batch import RolloutBatch
 from trm_repro.config import RunConfig, derive_seed
 from trm_repro.errors import FaultError
+from trm_repro.fault_batches import save_batch
+from trm_repro.memory_limits import MASK_KEYS, UPDATE_KEYS, memory_limited
 from trm_repro.policy import Policy, build_policy
-from trm_repro.sharding import is_sharded, local, prepare_policy, shard_policy, whole
+from trm_repro.sharding import is_sharded, load_sharded, local, prepare_policy, shard_policy, whole
 from trm_repro.shares import Share, measure_shared
 from trm_repro.stage_clock import StageClock
 from trm_repro.step_control import StepOutcome, bound_step, copy_parameters
@@ -33,6 +36,8 @@ class TRMModule(L.LightningModule):
         config: RunConfig,
         tokenizer: PreTrainedTokenizerFast | None = None,
         reference: Mapping[int, Sequence[ReferenceUpdate]] | None = None,
+        *,
+        fault_dir: Path | None = None,
     ) -> None:
         """Set up; the policy itself is built in `configure_model`.
 
@@ -40,12 +45,14 @@ class TRMModule(L.LightningModule):
             config: the run.
             tokenizer: gives vocabulary size and special tokens to a policy built from sizes.
             reference: for a control: what the arm that it copies did, by step, update by update.
+            fault_dir: where batches whose numbers are not finite are saved; None saves none.
         """
         super().__init__()
         self.automatic_optimization = False
         self.config = config
         self.tokenizer = tokenizer
         self.reference = reference
+        self.fault_dir = fault_dir
         self.clock = StageClock()
         self.records: list[UpdateRecord] = []
         self.fixed_mask: dict[int, bool] = {}
@@ -53,12 +60,16 @@ class TRMModule(L.LightningModule):
 
     def configure_model(self) -> None:
         """Build the policy, once, and divide it over the ranks where there are several."""
+        mesh = None if self.device_mesh is None else self.device_mesh["data_parallel"]
         if not hasattr(self, "policy"):
+            if mesh is not None and ranks.num_ranks() > 1 and self.config.policy.path is not None:
+                self.policy = load_sharded(self.config.policy, self.tokenizer, self.config.trainer, mesh)
+                return
             seed = derive_seed(self.config.seed, "initial weights")
             self.policy = build_policy(self.config.policy, self.tokenizer, seed)
         prepare_policy(self.policy, self.config.trainer)
-        if self.device_mesh is not None and not is_sharded(self.policy):
-            shard_policy(self.policy, self.config.trainer, self.device_mesh["data_parallel"])
+        if mesh is not None and not is_sharded(self.policy):
+            shard_policy(self.policy, self.config.trainer, mesh)
 
     def configure_optimizers(self) -> tuple[list[torch.optim.Optimizer], list[torch.optim.lr_scheduler.LRScheduler]]:
         """Make the optimizer and its linear warm-up, counted in updates."""
@@ -99,10 +110,10 @@ class TRMModule(L.LightningModule):
             measurement = self.measure(batch)  # lines 1 and 2: divergences under the current policy
             sequence_mask = self.mask(measurement, batch, batch_idx)  # line 3
             batch = weigh_tokens(self.weigh(batch, sequence_mask, batch_idx), measurement, self.config.mask)
-        with self.clock.measure("update"):
+        with self.clock.measure("update"), memory_limited("update", UPDATE_KEYS):
             loss, has_gradient = self.backward_kept(batch, sequence_mask)  # line 4
             before = copy_parameters(self.policy) if self.config.update.step_limit is not None else None
-            gradient_norm, is_skipped = self.step_optimizer(has_gradient)  # line 5
+            gradient_norm, is_skipped = self.step_optimizer(has_gradient, loss)  # line 5
         step = None if is_skipped else self.bound_step(before, batch, measurement, sequence_mask)
         self.records.append(
             UpdateRecord(
@@ -119,23 +130,36 @@ class TRMModule(L.LightningModule):
         self.lr_schedulers().step()
 
     def on_train_batch_end(self, outputs: object, batch: RolloutBatch, batch_idx: int) -> None:
-        """Stop when an update left weights that are not finite: nothing after it would mean anything."""
+        """Save a batch that was not finite; stop when the weights are not: nothing after them would mean anything."""
         is_finite = all(bool(local(weight.detach()).isfinite().all()) for weight in self.policy.parameters())
-        if ranks.any_rank(not is_finite):
+        has_bad_weights = ranks.any_rank(not is_finite)
+        record, saved = self.records[-1], ""
+        if self.fault_dir is not None and (has_bad_weights or not record.is_finite):
+            path = self.fault_dir / f"step_{self.current_epoch:05d}_update_{batch_idx}.safetensors"
+            saved = f" (its batch is in {path})"
+            if ranks.is_first():
+                save_batch(path, record)
+        if has_bad_weights:
             raise FaultError(
-                f"the policy's weights are not finite after update {batch_idx} of step {self.current_epoch}; lower "
-                "update.learning_rate or update.max_gradient_norm"
+                f"the policy's weights are not finite after update {batch_idx} of step {self.current_epoch}{saved}; "
+                "lower update.learning_rate or update.max_gradient_norm"
             )
+
+    def on_train_epoch_end(self) -> None:
+        """Leave the device to the engine: free the gradients and the step's rollout distributions."""
+        self.optimizers().zero_grad()
+        self.share.sequences = None  # also the data module's, which is the same
 
     def measure(self, batch: RolloutBatch) -> Measurement:
         """Score a minibatch with the current policy, without gradient."""
-        return measure_shared(
-            self.policy,
-            batch,
-            self.share,
-            temperature=self.config.rollout.temperature,
-            tokens_per_micro_batch=self.config.update.tokens_per_micro_batch,
-        )
+        with memory_limited("mask", MASK_KEYS):
+            return measure_shared(
+                self.policy,
+                batch,
+                self.share,
+                temperature=self.config.rollout.temperature,
+                tokens_per_micro_batch=self.config.update.tokens_per_micro_batch,
+            )
 
     def mask(self, measurement: Measurement, batch: RolloutBatch, update: int) -> Tensor:
         """Decide which sequences to keep: ``[B]`` bool."""
@@ -242,14 +266,15 @@ class TRMModule(L.LightningModule):
                 max_halvings=self.config.update.step_halvings,
             )
 
-    def step_optimizer(self, has_gradient: bool) -> tuple[float, bool]:
-        """Clip the gradient and step, unless there is no gradient or it is not finite.
+    def step_optimizer(self, has_gradient: bool, loss: float) -> tuple[float, bool]:
+        """Clip the gradient and step, unless there is no gradient, or it or the loss is not finite.
 
         With a zero gradient AdamW would still move the weights by momentum and decay: a run that rejects
         everything would drift.
 
         Args:
             has_gradient: whether any sequence contributed.
+            loss: that was backpropagated.
 
         Returns:
             The global gradient norm before clipping, and whether the step was skipped.
@@ -257,7 +282,7 @@ class TRMModule(L.LightningModule):
         if not has_gradient:
             return 0.0, True
         norm = whole(torch.nn.utils.clip_grad_norm_(self.policy.parameters(), self.config.update.max_gradient_norm))
-        if not math.isfinite(norm.item()):
+        if not (math.isfinite(norm.item()) and math.isfinite(loss)):
             return norm.item(), True
         self.optimizers().step()
         return norm.item(), False

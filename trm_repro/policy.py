@@ -24,7 +24,7 @@ from trm_repro.certified import TopLogprobs
 from trm_repro.config_sections import PolicyConfig
 from trm_repro.errors import InputError
 from trm_repro.packing import pack
-from trm_repro.vocab import HiddenRollout, TokenObjective, token_logprobs, token_objective, token_statistics
+from trm_repro.vocab import HiddenRollout, token_logprobs, token_statistics
 
 PAD, BOS, EOS = "<pad>", "<bos>", "<eos>"
 VOCABULARY_FILES = ("tokenizer.json", "vocab.*", "*.model", "*.tiktoken", "tekken.json", "tokenizer.*.json")
@@ -38,6 +38,7 @@ class PolicyOutput(NamedTuple):
     Attributes:
         logprobs: ``[N]`` float32, nats; log pi_theta of the sampled tokens.
         entropy: ``[N]`` float32, nats.
+        normalizers: ``[N]`` float32, nats; log of the sum of exponentials of the tempered logits.
         kl: ``[N]`` float32, nats; exact KL(pi_roll || pi_theta).
         total_variation: ``[N]`` float32 in [0, 1].
         kl_low: ``[N]`` float64, nats; certified lower end of KL.
@@ -45,11 +46,11 @@ class PolicyOutput(NamedTuple):
         rebuilt_logprobs: ``[N]`` float32, nats; log pi_roll of the sampled tokens, rebuilt from hidden states.
         rebuilt_tolerance: ``[N]`` float32, nats; how far rounding can put those from the engine's own.
         experts: ``[N, L, K]`` int64; experts each token's prediction was routed to.
-        objective: float32 scalar with gradient; sum of a per-token objective of the log-probs.
     """
 
     logprobs: Tensor
     entropy: Tensor | None = None
+    normalizers: Tensor | None = None
     kl: Tensor | None = None
     total_variation: Tensor | None = None
     kl_low: Tensor | None = None
@@ -57,7 +58,6 @@ class PolicyOutput(NamedTuple):
     rebuilt_logprobs: Tensor | None = None
     rebuilt_tolerance: Tensor | None = None
     experts: Tensor | None = None
-    objective: Tensor | None = None
 
 
 class Policy(nn.Module):
@@ -79,7 +79,6 @@ class Policy(nn.Module):
         *,
         temperature: float = 1.0,
         measure: bool = False,
-        objective: TokenObjective | None = None,
     ) -> PolicyOutput:
         """Score the response tokens.
 
@@ -88,10 +87,9 @@ class Policy(nn.Module):
             temperature: logits are divided by it.
             measure: also compute entropy, exact divergences (where the batch carries the rollout distribution)
                 and, in a mixture of experts, the routing; without gradient.
-            objective: also sum this function of the N log-probs, whose gradients are then formed in the forward pass.
 
         Returns:
-            Per-token results; ``logprobs`` carries gradient unless ``measure`` or ``objective`` is given.
+            Per-token results; ``logprobs`` carries gradient unless ``measure`` is given.
         """
         has_router = hasattr(self.model.config, "num_experts")
         routing = {"output_router_logits": True} if measure and has_router else {}
@@ -100,11 +98,15 @@ class Policy(nn.Module):
         hidden = output.last_hidden_state.flatten(0, 1)[predicting]  # [N, H]
         token_ids = batch.response_ids[batch.response_mask]  # [N]
         head_weight = self.model.lm_head.weight  # [V, H]
-        if objective is not None:
-            total, logprobs = token_objective(hidden, head_weight, token_ids, objective, temperature=temperature)
-            return PolicyOutput(logprobs, objective=total)
         if not measure:
-            return PolicyOutput(token_logprobs(hidden, head_weight, token_ids, temperature=temperature))
+            normalizers = None
+            # In half precision the same tokens have other hidden states in a batch of another shape: a log-prob made of
+            # this pass's logit and that pass's normalizer would be off by hundredths of a nat.
+            is_repeatable = hidden.dtype.itemsize >= 4 and not torch.is_autocast_enabled(hidden.device.type)
+            if batch.policy_normalizers is not None and is_repeatable:
+                normalizers = batch.policy_normalizers[batch.response_mask]  # [N]
+            logprobs = token_logprobs(hidden, head_weight, token_ids, normalizers=normalizers, temperature=temperature)
+            return PolicyOutput(logprobs)
         statistics = token_statistics(
             hidden,
             head_weight,

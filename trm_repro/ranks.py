@@ -3,7 +3,7 @@
 Numbers and Python objects travel through CPU memory (gloo); objects are pickled, between processes of one run only.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
 
 import torch
@@ -44,12 +44,16 @@ def any_rank(value: bool) -> bool:
 
 
 def gather(item: Item) -> list[Item]:
-    """Bring every rank's item to the first rank, in order; the others get an empty list."""
+    """Bring every rank's item to the first rank, in order; the others get an empty list.
+
+    One after another, so that beside the items themselves only one is there in pickled form.
+    """
     if num_ranks() == 1:
         return [item]
-    items: list[Any] | None = [None] * num_ranks() if is_first() else None
-    dist.gather_object(item, items, dst=0)
-    return items or []
+    if is_first():
+        return [item, *(_received(source) for source in range(1, num_ranks()))]
+    dist.send_object_list([item], dst=0)
+    return []
 
 
 def gather_to_all(item: Item) -> list[Item]:
@@ -70,6 +74,19 @@ def scatter(items: Sequence[Item]) -> Item:
     return received[0]
 
 
+def deal(make: Callable[[int], Item]) -> Item:
+    """Hand each rank an item that the first rank makes for it.
+
+    Args:
+        make: from a rank to its item; called on the first rank, which makes no item before it has sent the one before.
+    """
+    if not is_first():
+        return _received(0)
+    for other in range(1, num_ranks()):
+        dist.send_object_list([make(other)], dst=other)
+    return make(0)
+
+
 def broadcast(item: Item) -> Item:
     """Give the first rank's item to all."""
     if num_ranks() == 1:
@@ -77,6 +94,12 @@ def broadcast(item: Item) -> Item:
     items = [item]
     dist.broadcast_object_list(items, src=0)
     return items[0]
+
+
+def _received(source: int) -> Any:  # noqa: ANN401 - whatever was sent
+    received: list[Any] = [None]
+    dist.recv_object_list(received, src=source)
+    return received[0]
 
 
 def _reduced(value: float, operation: Any) -> float:  # noqa: ANN401 - torch.distributed's operators have no common type

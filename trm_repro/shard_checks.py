@@ -54,6 +54,28 @@ def check_fits(
             )
 
 
+def check_versions(path: Path, rollouts: Sequence[Rollout], step: int, staleness_steps: int) -> None:
+    """Check that rollouts were sampled from the weights that their step should be sampled from.
+
+    Args:
+        path: the shard they were read from, for the message.
+        rollouts: of the step.
+        step: from 0.
+        staleness_steps: rollout.staleness_steps.
+
+    Raises:
+        InputError: if one has another weight version; names the file and the row.
+    """
+    expected = max(0, step - staleness_steps)
+    for number, rollout in enumerate(rollouts):
+        if rollout.weight_version != expected:
+            raise InputError(
+                f"{path}: row {number} was sampled from weight version {rollout.weight_version}, but step {step} with "
+                f"rollout.staleness_steps={staleness_steps} samples from version {expected}; give the shard and the "
+                "configuration of one run"
+            )
+
+
 def _check_heads(path: Path, heads: Mapping[int, Tensor], vocab_size: int) -> None:
     for version, head in heads.items():
         if head.shape[0] != vocab_size:

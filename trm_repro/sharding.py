@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
+from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict, set_model_state_dict
 from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.checkpoint.state_dict_saver import save
 from torch.distributed.device_mesh import DeviceMesh
@@ -24,9 +24,11 @@ from torch.distributed.fsdp import (
     register_fsdp_forward_method,
 )
 from torch.distributed.tensor import DTensor
+from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
 
-from trm_repro.config_sections import TrainerConfig
-from trm_repro.policy import Policy
+from trm_repro import ranks
+from trm_repro.config_sections import PolicyConfig, TrainerConfig
+from trm_repro.policy import Policy, build_policy
 
 
 def prepare_policy(policy: Policy, config: TrainerConfig) -> None:
@@ -60,6 +62,43 @@ def shard_policy(policy: Policy, config: TrainerConfig, mesh: DeviceMesh) -> Non
         fully_shard(layer, **options)
     fully_shard(policy, **options)
     register_fsdp_forward_method(policy, "next_token_distribution")
+
+
+def load_sharded(
+    policy: PolicyConfig, tokenizer: PreTrainedTokenizerFast, config: TrainerConfig, mesh: DeviceMesh
+) -> Policy:
+    """Make a sharded policy from a saved one; collective.
+
+    The first rank alone reads the weights and sends each tensor to all, which keep their shards: a machine holds one
+    whole copy, however many ranks it has.
+
+    Args:
+        policy: gives the path.
+        tokenizer: of the policy.
+        config: gives compute dtype and offloading.
+        mesh: of one dimension.
+
+    Returns:
+        The policy, prepared and sharded.
+
+    Raises:
+        InputError: on the first rank, if no model can be loaded.
+    """
+    read = build_policy(policy, tokenizer, seed=0) if ranks.is_first() else None
+    description = ranks.broadcast(None if read is None else read.model.config)
+    with torch.device("meta"):
+        empty = AutoModelForCausalLM.from_config(description, dtype=torch.float32, attn_implementation="sdpa")
+    sharded = Policy(empty)
+    prepare_policy(sharded, config)
+    shard_policy(sharded, config, mesh)
+    sharded.to_empty(device="cpu" if config.cpu_offload else mesh.device_type)
+    sharded.model.tie_weights()  # which the move took apart
+    buffers = ranks.broadcast(None if read is None else dict(read.named_buffers())) or {}
+    for name, buffer in sharded.named_buffers():
+        buffer.copy_(buffers[name])  # those that are not saved, such as rotary frequencies
+    options = StateDictOptions(full_state_dict=True, broadcast_from_rank0=True, cpu_offload=config.cpu_offload)
+    set_model_state_dict(sharded, {} if read is None else read.state_dict(), options=options)
+    return sharded
 
 
 def is_sharded(module: nn.Module) -> bool:

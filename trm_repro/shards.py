@@ -2,26 +2,25 @@
 
 A rollout shard has one row per sequence of a step; a mask file one row per update and sequence. Token-level
 columns are lists with one entry per response token; those of several values a token are flattened, their
-trailing shape in the file's metadata.
+trailing shape in the file's metadata. Rollouts are written and read in row groups of at most `GROUP_BYTES` (or one
+sequence), so that beside the rollouts themselves only one group's copies are in memory.
 """
 
-import contextlib
 import json
 import math
-import os
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pyarrow as pa
-import pyarrow.parquet as pq
 import torch
 from torch import Tensor
 
-from trm_repro.batch import TOKEN_TENSORS, Rollout
+from trm_repro.batch import LOGPROB_ROUNDING, TOKEN_TENSORS, Rollout
 from trm_repro.errors import InputError
+from trm_repro.parquet_files import open_parquet, parquet_rows, write_table, write_tables
 
 ROLLOUT_SCHEMA = pa.schema(
     [
@@ -50,10 +49,9 @@ TOKEN_DTYPES = {
 HIDDEN_DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32}
 """Hidden states are stored as their bytes, in the machine's order: Parquet has no bfloat16."""
 TOKEN_DIMENSIONS = {"log_distribution": 2, "hidden": 2, "top_ids": 2, "top_logprobs": 2, "experts": 3}
-LOGPROB_ROUNDING = 1e-3  # nats a log-prob may lie above 0
+GROUP_BYTES = 64 * 2**20
+"""Token tensors of one row group."""
 UNREADABLE = (ValueError, RuntimeError, TypeError, OverflowError)
-LOGPROB_SLACK = 1e-4
-"""Nats by which rounding can lift a log-prob above 0."""
 MASK_SCHEMA = pa.schema(
     [
         ("step", pa.int32()),
@@ -104,7 +102,28 @@ def write_rollouts(path: Path, rollouts: Sequence[Rollout], step: int) -> None:
             raise ValueError(f"{name} is present in some rollouts and missing in others; all or none must have it")
         if values[0] is not None:
             shapes[name] = list(values[0].shape[1:])
-    columns = {
+    about = {"kind": "rollouts", "shapes": shapes}
+    if rollouts[0].hidden is not None:
+        about["hidden_dtype"] = str(rollouts[0].hidden.dtype).removeprefix("torch.")
+    schema = ROLLOUT_SCHEMA.with_metadata({"trm_repro": json.dumps(about)})
+    write_tables(path, schema, (pa.table(_columns(group, step), schema=schema) for group in row_groups(rollouts)))
+
+
+def row_groups(rollouts: Sequence[Rollout]) -> Iterator[Sequence[Rollout]]:
+    """Divide rollouts into consecutive groups whose token tensors take at most `GROUP_BYTES`; at least one each."""
+    start, size = 0, 0
+    for index, rollout in enumerate(rollouts):
+        tensors = [rollout.logprobs, *(getattr(rollout, name) for name in TOKEN_TENSORS)]
+        more = sum(tensor.numel() * tensor.element_size() for tensor in tensors if tensor is not None)
+        if index > start and size + more > GROUP_BYTES:
+            yield rollouts[start:index]
+            start, size = index, 0
+        size += more
+    yield rollouts[start:]
+
+
+def _columns(rollouts: Sequence[Rollout], step: int) -> dict[str, list[Any]]:
+    return {
         "step": [step] * len(rollouts),
         "group": [r.group for r in rollouts],
         "prompt_ids": [np.asarray(r.prompt_ids, dtype=np.int32) for r in rollouts],
@@ -117,11 +136,6 @@ def write_rollouts(path: Path, rollouts: Sequence[Rollout], step: int) -> None:
         "advantage": [r.advantage for r in rollouts],
         "weight_version": [r.weight_version for r in rollouts],
     }
-    about = {"kind": "rollouts", "shapes": shapes}
-    if rollouts[0].hidden is not None:
-        about["hidden_dtype"] = str(rollouts[0].hidden.dtype).removeprefix("torch.")
-    metadata = {"trm_repro": json.dumps(about)}
-    write_table(path, pa.table(columns, schema=ROLLOUT_SCHEMA.with_metadata(metadata)))
 
 
 def read_rollouts(path: Path) -> tuple[list[Rollout], int]:
@@ -137,14 +151,14 @@ def read_rollouts(path: Path) -> tuple[list[Rollout], int]:
         InputError: if the file is missing, damaged, or no rollout shard, or a row holds what no sampling gives; whether
             the rollouts fit a policy says `trm_repro.shard_checks.check_fits`.
     """
-    table = _read(path, "rollouts", ROLLOUT_SCHEMA, optional=[f"rollout_{name}" for name in TOKEN_TENSORS])
-    about = json.loads(table.schema.metadata[b"trm_repro"])
+    file = open_parquet(path, "rollouts", ROLLOUT_SCHEMA)
+    about = json.loads(file.schema_arrow.metadata[b"trm_repro"])
     shapes, hidden_dtype = about.get("shapes"), HIDDEN_DTYPES.get(about.get("hidden_dtype"))
     if not isinstance(shapes, dict):
         raise InputError(f"{path}: does not say the shapes of its token tensors; it was not written by this version")
     rollouts: list[Rollout] = []
     steps: set[int] = set()
-    for number, row in enumerate(table.to_pylist()):
+    for number, row in enumerate(parquet_rows(path, file, "rollouts", [f"rollout_{name}" for name in TOKEN_TENSORS])):
         try:
             rollout = _to_rollout(row, shapes, hidden_dtype)
             _check_values(rollout)
@@ -201,7 +215,8 @@ def read_masks(path: Path) -> list[MaskRow]:
         InputError: if the file is missing, damaged, or no mask file.
     """
     rows = []
-    for number, row in enumerate(_read(path, "masks", MASK_SCHEMA, optional=["token_kl"]).to_pylist()):
+    file = open_parquet(path, "masks", MASK_SCHEMA)
+    for number, row in enumerate(parquet_rows(path, file, "masks", ["token_kl"])):
         try:
             mask = MaskRow(
                 update=_at_least_0(row["update"], "update"),
@@ -220,57 +235,6 @@ def read_masks(path: Path) -> list[MaskRow]:
             raise InputError(f"{path}: row {number} is no mask ({' '.join(str(error).split())})") from None
         rows.append(mask)
     return rows
-
-
-def check_target(path: Path) -> None:
-    """Check that a file can be written at a path without taking the place of anything but a file.
-
-    Args:
-        path: the file to make or replace.
-
-    Raises:
-        InputError: if the path is empty, a folder, or something else that is no regular file, such as a device.
-    """
-    if path.is_dir():
-        raise InputError(f"{str(path)!r} is a folder; expected the name of a file to write")
-    if path.exists() and not path.is_file():
-        raise InputError(f"{path}: is a device or pipe; expected the name of a file to write")
-
-
-def check_folder(path: Path) -> None:
-    """Check that a path is a folder to write to, or can become one.
-
-    Raises:
-        InputError: if it, or what it should lie in, is a file.
-    """
-    there = next((part for part in (path, *path.parents) if part.exists()), None)
-    if there is not None and not there.is_dir():
-        raise InputError(f"{there}: is a file; expected a folder to write to")
-
-
-def write_table(path: Path, table: pa.Table) -> None:
-    """Write a table as Parquet so that it is there whole or not at all.
-
-    Args:
-        path: the file to make or replace.
-        table: what to write.
-
-    Raises:
-        InputError: if there can be no file at the path, or the disk does not take it.
-    """
-    check_target(path)
-    partial = path.with_name(f"{path.name}.partial")
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        pq.write_table(table, partial, compression="zstd")
-        os.replace(partial, path)
-    except BaseException as error:
-        with contextlib.suppress(OSError):
-            partial.unlink(missing_ok=True)
-        if isinstance(error, OSError):
-            reason = error.strerror or str(error).splitlines()[0]
-            raise InputError(f"{path}: cannot be written ({reason}); free the place or choose another") from None
-        raise
 
 
 def _to_rollout(row: dict[str, Any], shapes: dict[str, Any], hidden_dtype: torch.dtype | None) -> Rollout:
@@ -318,8 +282,8 @@ def _check_values(rollout: Rollout) -> None:
         value = torch.zeros(0) if getattr(rollout, name) is None else getattr(rollout, name)
         if name != "logprobs" and bool(value.isnan().any()):
             raise ValueError(f"{name} holds NaN; expected log-probs")
-        if bool((value > LOGPROB_SLACK).any()):
-            raise ValueError(f"{name} holds {value[value > LOGPROB_SLACK][0]:.4g}; log-probs are at most 0")
+        if bool((value > LOGPROB_ROUNDING).any()):
+            raise ValueError(f"{name} holds {value[value > LOGPROB_ROUNDING][0]:.4g}; log-probs are at most 0")
     _check_top(rollout.top_ids, rollout.top_logprobs)
 
 
@@ -345,25 +309,3 @@ def _flat(value: Tensor | None) -> np.ndarray | None:
 
 def _bytes(value: Tensor | None) -> bytes | None:
     return None if value is None else value.contiguous().view(torch.uint8).numpy().tobytes()
-
-
-def _read(path: Path, kind: str, schema: pa.Schema, optional: Sequence[str]) -> pa.Table:
-    if not path.is_file():
-        reason = "is a folder; name a file in it" if path.is_dir() else "no such file"
-        raise InputError(f"{path}: {reason}; expected {kind} as Parquet")
-    try:
-        table = pq.read_table(path)
-    except (pa.ArrowException, OSError) as error:
-        raise InputError(f"{path}: is not a readable Parquet file ({str(error).splitlines()[0]})") from None
-    metadata = table.schema.metadata or {}
-    try:
-        found = json.loads(metadata[b"trm_repro"])["kind"]
-    except (KeyError, ValueError, TypeError):
-        found = "something else"
-    if found != kind or not table.schema.equals(schema):
-        raise InputError(f"{path}: holds {found} with columns {table.column_names}; expected {kind} of this version")
-    for name in table.column_names:
-        if name not in optional and table[name].null_count:
-            row = table[name].is_null().index(True).as_py()
-            raise InputError(f"{path}: row {row} is no {kind.removesuffix('s')} ({name} is empty)")
-    return table

@@ -26,7 +26,8 @@ class Share:
         """Take this rank's sequences.
 
         Args:
-            sequences: with all tensors, in the order of their ids; None stands for every sequence.
+            sequences: with all tensors, best in the order of their lengths, as micro-batches are made of neighbours
+                and padded to their longest; None stands for every sequence.
         """
         self.sequences = sequences
 
@@ -36,7 +37,7 @@ class Share:
             self.sequences = self.sequences.to(device)
 
     def part(self, batch: RolloutBatch) -> RolloutBatch | None:
-        """Take this rank's sequences of a batch, with the batch's advantages; None where there are none.
+        """Take this rank's sequences of a batch, with what the update gave the batch; None where there are none.
 
         Args:
             batch: B sequences in the order of their ids.
@@ -46,8 +47,13 @@ class Share:
         own = torch.isin(self.sequences.sequence_ids, batch.sequence_ids)
         if not bool(own.any()):
             return None
-        rows = torch.isin(batch.sequence_ids, self.sequences.sequence_ids)
-        return replace(self.sequences.select(own), advantages=batch.advantages[rows])
+        part = self.sequences.select(own)
+        rows = torch.searchsorted(batch.sequence_ids, part.sequence_ids)
+        given: dict[str, Tensor | None] = {"advantages": batch.advantages[rows]}
+        for name in ("token_weights", "policy_normalizers"):  # [B, T]
+            value = getattr(batch, name)
+            given[name] = None if value is None else value[rows, : part.response_mask.shape[1]]
+        return replace(part, **given)
 
     def filler(self) -> RolloutBatch:
         """Return the shortest sequence, for passes that only keep the ranks' collectives in step."""

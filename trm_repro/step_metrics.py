@@ -51,6 +51,12 @@ class UpdateRecord:
     learning_rate: float
     step: StepOutcome | None = None
 
+    @property
+    def is_finite(self) -> bool:
+        """Whether loss, gradient and the log-ratios of its tokens are."""
+        log_ratio = self.measurement.log_ratio[self.batch.response_mask]
+        return math.isfinite(self.loss) and math.isfinite(self.gradient_norm) and bool(log_ratio.isfinite().all())
+
 
 def step_metrics(records: Sequence[UpdateRecord], loss_config: LossConfig) -> dict[str, float]:
     """Summarise a step.
@@ -73,6 +79,7 @@ def step_metrics(records: Sequence[UpdateRecord], loss_config: LossConfig) -> di
     metrics |= {
         "train/surrogate_loss": _mean([record.loss for record in records]),
         "train/num_nonfinite_gradients": float(len(records) - len(finite_norms)),
+        "train/num_nonfinite_updates": float(sum(not record.is_finite for record in records)),
         "train/num_skipped_updates": float(sum(record.is_skipped for record in records)),
         "train/learning_rate": records[-1].learning_rate,
     }

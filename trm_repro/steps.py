@@ -15,7 +15,7 @@ from trm_repro.config_sections import LossConfig, MaskConfig
 from trm_repro.divergence import k2_divergence, k3_divergence, log_ratio
 from trm_repro.errors import FaultError
 from trm_repro.gate_specs import GATE_SPECS
-from trm_repro.losses import OBJECTIVES, OF_SEQUENCES, ClipRange, reduce_objective
+from trm_repro.losses import OBJECTIVES, ClipRange, reduce_objective
 from trm_repro.masks import (
     TokenStatistics,
     finite_mask,
@@ -28,7 +28,6 @@ from trm_repro.masks import (
     token_weights,
 )
 from trm_repro.policy import Policy
-from trm_repro.vocab import TokenObjective
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -39,6 +38,8 @@ class Measurement:
         policy_logprobs: ``[B, T]`` float32, nats; log pi_theta of the sampled tokens.
         log_ratio: ``[B, T]`` float32, nats; policy over rollout.
         entropy: ``[B, T]`` float32, nats.
+        normalizers: ``[B, T]`` float32, nats; log of the sum over the vocabulary of exponentials of the policy's
+            tempered logits; spares the update that follows a pass over the vocabulary.
         kl: ``[B, T]`` float32, nats; exact KL(pi_roll || pi_theta), or None.
         total_variation: ``[B, T]`` float32, or None.
         kl_interval: ``[B, T]`` ends, nats; what KL is at least and at most, or None.
@@ -51,6 +52,7 @@ class Measurement:
     policy_logprobs: Tensor
     log_ratio: Tensor
     entropy: Tensor
+    normalizers: Tensor
     kl: Tensor | None
     total_variation: Tensor | None
     is_flipped: Tensor | None
@@ -107,14 +109,16 @@ def measure(policy: Policy, batch: RolloutBatch, *, temperature: float, tokens_p
         policy_experts = torch.cat([output.experts for output in outputs]).sort(dim=-1).values  # [N, L, K]
         rollout_experts = batch.rollout_experts.long().sort(dim=-1).values
         is_flipped = batch.dense((policy_experts != rollout_experts).flatten(1).any(dim=-1))  # [B, T]
-    policy_logprobs, entropy = dense("logprobs"), dense("entropy")
+    policy_logprobs, entropy, normalizers = dense("logprobs"), dense("entropy"), dense("normalizers")
     kl_low, kl_high = dense("kl_low"), dense("kl_high")
     assert policy_logprobs is not None
     assert entropy is not None
+    assert normalizers is not None
     return Measurement(
         policy_logprobs=policy_logprobs,
         log_ratio=log_ratio(policy_logprobs, batch.rollout_logprobs),
         entropy=entropy,
+        normalizers=normalizers,
         kl=dense("kl"),
         total_variation=dense("total_variation"),
         is_flipped=is_flipped,
@@ -236,7 +240,8 @@ def surrogate_loss(
 
     Args:
         policy: pi_theta.
-        batch: kept sequences only; a rejected one is left out and so contributes exactly zero.
+        batch: kept sequences only; a rejected one is left out and so contributes exactly zero. With the normalizers
+            of its measurement (`policy_normalizers`), the vocabulary is passed over once less.
         config: the loss's section.
         temperature: sampling temperature of the rollouts.
         denominator: N, the number of sequences of the whole update.
@@ -244,15 +249,6 @@ def surrogate_loss(
     Returns:
         Scalar float32 with gradient.
     """
-    if config.name not in OF_SEQUENCES:
-        total = policy(batch, temperature=temperature, objective=_token_objective(batch, config)).objective
-        assert total is not None
-        return reduce_objective(
-            total[None],
-            torch.ones_like(total[None], dtype=torch.bool),
-            denominator=denominator,
-            length_normalizer=config.length_normalizer,
-        )
     policy_logprobs = batch.dense(policy(batch, temperature=temperature).logprobs)  # [B, T]
     ratio = log_ratio(policy_logprobs, batch.rollout_logprobs)
     objective = OBJECTIVES[config.name](ratio, batch.response_mask, batch.advantages, clip_range(config))
@@ -261,22 +257,6 @@ def surrogate_loss(
     return reduce_objective(
         objective, batch.response_mask, denominator=denominator, length_normalizer=config.length_normalizer
     )
-
-
-def _token_objective(batch: RolloutBatch, config: LossConfig) -> TokenObjective:
-    """Make the objective of a batch's tokens one by one, so that no gradient has to wait for a whole sequence."""
-    mask = batch.response_mask
-    advantages = batch.advantages[:, None].expand_as(mask)[mask]  # [N]
-    rollout_logprobs = batch.rollout_logprobs[mask]
-    weights = torch.ones_like(advantages) if batch.token_weights is None else batch.token_weights[mask]
-
-    def objective(policy_logprobs: Tensor, tokens: slice) -> Tensor:
-        ratio = log_ratio(policy_logprobs, rollout_logprobs[tokens])[:, None]  # [n, 1]: n sequences of one token
-        every = torch.ones_like(ratio, dtype=torch.bool)
-        values = OBJECTIVES[config.name](ratio, every, advantages[tokens], clip_range(config))[:, 0]
-        return values * weights[tokens]
-
-    return objective
 
 
 def clip_range(config: LossConfig) -> ClipRange:

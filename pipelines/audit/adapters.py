@@ -20,6 +20,10 @@ FIELDS = (
     "token_kl",
     "rollout_log_distribution",
     "policy_log_distribution",
+    "rollout_top_ids",
+    "rollout_top_logprobs",
+    "policy_top_ids",
+    "policy_top_logprobs",
 )
 """The names on the left of --map: what the audit can use."""
 
@@ -46,6 +50,10 @@ _COMMON = {
     "step": ("step", "global_step", "rollout_id"),
     "prompt_id": ("prompt_id", "group", "group_id", "uid"),
     "token_kl": ("token_kl",),
+    "rollout_top_ids": ("rollout_top_ids",),
+    "rollout_top_logprobs": ("rollout_top_logprobs",),
+    "policy_top_ids": ("policy_top_ids",),
+    "policy_top_logprobs": ("policy_top_logprobs",),
 }
 
 FORMATS = {

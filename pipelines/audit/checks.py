@@ -66,6 +66,11 @@ def check_kinds(path: Path, columns: dict[str, Column], fields: dict[str, str]) 
                 f"{path}: column {fields[name]} has one {'text' if kind == 'O' else 'number'} a row; expected a list "
                 "of log-probs, one a token"
             )
+        if name == "mask" and column.offsets is None:
+            raise InputError(
+                f"{path}: column {fields[name]} has one number a row; expected a list of 0 and 1, one a token (a "
+                "number of tokens is --map length=COLUMN)"
+            )
         if kind not in ("fiub" if name == "mask" else "fiu"):
             raise InputError(f"{path}: column {fields[name]} is of type {column.values.dtype}; expected numbers")
         if column.shape:
@@ -105,6 +110,8 @@ def check_scalars(columns: dict[str, Column], fields: dict[str, str], rows: Rows
         column = columns.get(name)
         if column is None:
             continue
+        if name in ("length", "step") and column.offsets is not None and column.values.dtype.kind in "fiub":
+            column = columns[name] = _one_a_row(column, fields[name], rows)
         if column.values.dtype.kind not in "fiub":
             if column.offsets is not None:
                 rows.drop(column.lengths > 0, f"{fields[name]} holds texts; expected numbers")
@@ -125,6 +132,21 @@ def check_scalars(columns: dict[str, Column], fields: dict[str, str], rows: Rows
             is_bad &= ~column.is_null
         rows.drop(is_bad, lambda i, n=name, v=values: f"{fields[n]} is {v[i]:g}; expected a finite number in range")
     return columns
+
+
+def _one_a_row(column: Column, name: str, rows: Rows) -> Column:
+    """Take the one value of each list, such as of an array ``[B, 1]``; drop rows whose list holds several values."""
+    flat = column.flat()
+    assert flat.offsets is not None
+    values, is_some = np.full(column.num_rows, np.nan), flat.lengths > 0
+    starts = flat.offsets[:-1][is_some]
+    values[is_some] = flat.values[starts]
+    if len(starts):
+        is_mixed = np.zeros(column.num_rows, dtype=bool)
+        smallest, largest = (f.reduceat(flat.values, starts) for f in (np.minimum, np.maximum))
+        is_mixed[is_some] = smallest != largest
+        rows.drop(is_mixed, f"{name} holds a list of several values; expected one number a row")
+    return Column(values, None, ~is_some)
 
 
 def _number(value: object) -> float:

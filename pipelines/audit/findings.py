@@ -22,7 +22,7 @@ NUM_DEVIATIONS = 5.0
 SHIFT_TOKENS = 1 << 18
 """Tokens looked at for a shift by one position, and for everything in a quick audit."""
 
-FULL_TOKENS, CHUNK_TOKENS = 1 << 22, 1 << 15
+FULL_TOKENS, CHUNK_TOKENS = 1 << 20, 1 << 15
 """All of the first tokens are looked at, then this many of each chunk: a signature shows in any sample."""
 
 EXPLAINED_BY = {

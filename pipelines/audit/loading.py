@@ -7,6 +7,7 @@ from pathlib import Path
 
 import numpy as np
 
+from pipelines.audit import top_k
 from pipelines.audit.adapters import FORMATS, find_fields
 from pipelines.audit.checks import Rows, check_kinds, check_lengths, check_scalars, check_values
 from pipelines.audit.columns import Array, Column, Flags
@@ -27,6 +28,7 @@ class Reading:
         skip_bad: whether bad rows are left out; otherwise the first one ends the audit.
         is_quick: whether token ids, which drift and the paper's gates do not need, are left unread.
         counts: of rows, tokens and what was dropped, by name.
+        nonfinite_steps: sequences with a -inf by step.
         formats: files read by format.
         used: column names by field, over all files.
         unused: columns that no field uses.
@@ -37,6 +39,7 @@ class Reading:
     skip_bad: bool = False
     is_quick: bool = False
     counts: Counter[str] = field(default_factory=Counter)
+    nonfinite_steps: Counter[int] = field(default_factory=Counter)
     formats: Counter[str] = field(default_factory=Counter)
     used: dict[str, str] = field(default_factory=dict)
     unused: set[str] = field(default_factory=set)
@@ -112,11 +115,11 @@ def _choose(
     name, found = find_fields(str(path), available, chosen=known, mapped=mapped)
     if policy is not None:  # the whole distribution is not needed where its KL is known
         name, found = "trm-repro", {k: v for k, v in found.items() if not k.endswith("_distribution")}
-    if "policy_log_distribution" not in found:
+    if "policy_log_distribution" not in found or "rollout_top_logprobs" in found:
         found.pop("rollout_log_distribution", None)
     unread: set[str] = set()
     if reading.is_quick:
-        unread = {found.pop("token_ids", "")}
+        unread = {found.pop(name, "") for name in ("token_ids", *top_k.FIELDS)}
     late = [theirs for ours, theirs in found.items() if ours in ("mask", "length") and ours not in fields]
     if late and not is_first:  # what came before was taken to be all response
         raise InputError(f"{path}: {late[0]} is in later rows and in none of the first; give it to every row")
@@ -146,6 +149,7 @@ def _checked(raw: RawChunk, fields: dict[str, str], reading: Reading) -> Chunk |
         if is_null is not None:
             rows.drop(is_null, f"no {fields[name]}")
     check_lengths(columns, fields, rows)
+    top_k.check_top(columns, fields, rows)
     columns = rows.take(check_scalars(columns, fields, rows))
     if not len(rows.index):
         return None
@@ -189,7 +193,7 @@ def _keep_tokens(columns: dict[str, Column], keep: Flags) -> dict[str, Column]:
         num_values = len(column.flat().values) if column.offsets is not None else 0
         if num_values == total:
             columns[name] = column.flat().keep_values(keep)
-        elif name.endswith("_distribution") and total and num_values % total == 0:
+        elif (name.endswith("_distribution") or name in top_k.FIELDS) and total and num_values % total == 0:
             columns[name] = column.flat().keep_values(np.repeat(keep, num_values // total))
     return columns
 
@@ -242,6 +246,8 @@ def _to_chunk(columns: dict[str, Column], reading: Reading) -> Chunk | None:
         keep = segment_sum(is_infinite.astype(np.float64), rollout.offsets) == 0
         reading.counts["nonfinite_sequences"] += int((~keep).sum())
         reading.counts["nonfinite_tokens"] += int(rollout.lengths[~keep].sum())
+        steps = _steps(columns)
+        reading.nonfinite_steps.update([] if steps is None else steps[~keep].tolist())
         return _to_chunk({name: column.take(keep) for name, column in columns.items()}, reading)
     chunk = Chunk(rollout.offsets, rollout.values, policy.values)
     reading.counts["empty_sequences"] += int((rollout.lengths == 0).sum())
@@ -256,16 +262,23 @@ def _to_chunk(columns: dict[str, Column], reading: Reading) -> Chunk | None:
             values = segment_sum(np.nan_to_num(flat.values.astype(np.float64)), flat.offsets)
             values = values / np.maximum(column.lengths, 1) if name == "advantage" else values
         setattr(chunk, name, values)
-    step = columns.get("step")
-    if step is not None and step.offsets is None and step.values.dtype.kind in "iuf":
-        chunk.step = np.nan_to_num(np.asarray(step.values, dtype=np.float64), nan=-1.0).astype(np.int64)
+    chunk.step = _steps(columns)
     if "prompt_id" in columns and columns["prompt_id"].offsets is None:
         chunk.prompt_id = columns["prompt_id"].values
     ids = columns.get("token_ids")
     if ids is not None and ids.offsets is not None and np.array_equal(ids.lengths, rollout.lengths):
         chunk.token_ids = ids.flat().values.astype(np.int64)
     chunk.token_kl = _token_kl(columns, len(rollout.values))
+    chunk.interval = top_k.intervals(columns, chunk.token_ids)
     return chunk
+
+
+def _steps(columns: dict[str, Column]) -> Array | None:
+    """Take the step of each sequence, -1 where it has none: ``[B]`` int64, or None."""
+    step = columns.get("step")
+    if step is None:
+        return None
+    return np.nan_to_num(np.asarray(step.values, dtype=np.float64), nan=-1.0).astype(np.int64)
 
 
 def _token_kl(columns: dict[str, Column], num_tokens: int) -> Array | None:

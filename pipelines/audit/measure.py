@@ -3,6 +3,7 @@
 import queue
 import sys
 import threading
+from collections import deque
 from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
@@ -10,20 +11,32 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any, TypeVar
 
-from pipelines.audit.acceptance import DEFAULT_ARMS, Arm, Counts, GateCounts, default_gates, parse_arm
+from pipelines.audit.acceptance import DEFAULT_ARMS, Arm, Counts, parse_arm
 from pipelines.audit.advice import advise, bound_at, bounds_of, withheld, without_advice
 from pipelines.audit.drift import Drift
 from pipelines.audit.findings import SHIFT_TOKENS, Signatures
+from pipelines.audit.gate_counts import GateCounts, default_gates
 from pipelines.audit.loading import Reading, load_file
 from pipelines.audit.own_shards import FileKind, kind_of
 from pipelines.audit.slices import Slices
-from pipelines.audit.statistics import Chunk, FutureWeights, Tokens, sequence_statistics, token_statistics
+from pipelines.audit.statistics import (
+    Chunk,
+    FutureWeights,
+    Sequences,
+    Tokens,
+    sequence_statistics,
+    token_statistics,
+)
+from pipelines.audit.top_k import TopK
 from pipelines.audit.wording import counted
 from trm_repro import __version__
 from trm_repro.errors import InputError
 from trm_repro.gate_specs import GATE_SPECS
 
 SCHEMA_VERSION = 1
+
+MAX_PENDING = 3
+"""Chunks that wait for the gates and slices, at most: the first ones take longer, while torch is imported."""
 
 Payload = dict[str, Any]
 T = TypeVar("T")
@@ -77,25 +90,35 @@ def audit(request: Request) -> Payload:
     reading = Reading(skip_bad=request.skip_bad, is_quick=request.is_quick)
     drift, counts = Drift(is_quick=request.is_quick), Counts(list(names.values()))
     slices, signatures = Slices(), Signatures()
+    top_k = TopK({name: arm.limits for name, arm in names.items() if not {"ln", "ser"} & set(arm.limits)})
     gates = request.gates if request.is_quick else [*default_gates(), *request.gates]
     gate_counts = GateCounts(gates) if gates else None
+
+    def add_by_torch(chunk: Chunk, tokens: Tokens, sequences: Sequences) -> None:
+        if gate_counts is not None:
+            gate_counts.add(chunk)
+        if not request.is_quick:
+            slices.add(chunk, tokens, sequences)
+
     with ThreadPoolExecutor(1) as pool:
-        pending: Future[None] | None = None
+        pending: deque[Future[None]] = deque()
         for chunk, tokens in _prefetched(_with_tokens(request, reading)):
-            if gate_counts is not None:
-                if pending is not None:
-                    pending.result()
-                pending = pool.submit(gate_counts.add, chunk)
             sequences = sequence_statistics(chunk, tokens, weights)
+            if gates or not request.is_quick:
+                pending.append(pool.submit(add_by_torch, chunk, tokens, sequences))
             drift.add(chunk, tokens, sequences)
-            counts.add(sequences)
-            if not request.is_quick:
-                slices.add(chunk, tokens, sequences)
+            counts.add(sequences, chunk.step)
+            if chunk.interval is not None:
+                top_k.add(chunk.interval, chunk.offsets, sequences)
             if not request.is_quick or signatures.num_tokens < SHIFT_TOKENS:
                 signatures.add(chunk, tokens)
-        if pending is not None:
-            pending.result()
-    return _payload(request, reading, drift, counts, slices, signatures, gate_counts)
+            while len(pending) > MAX_PENDING:
+                pending.popleft().result()
+        for waiting in pending:
+            waiting.result()
+    payload = _payload(request, reading, drift, counts, slices, signatures, gate_counts)
+    certified = top_k.summary()
+    return payload if certified is None else payload | {"top_k": certified}
 
 
 def _payload(
@@ -145,7 +168,12 @@ def _payload(
             "geometric_log_ratio": counts.sweep("geometric_log_ratio", num_lost),
         },
         "rejected_by_length": counts.by_length(),
-        "steps": drift.step_rows(),
+        "steps": [
+            row
+            | {"acceptance": counts.step_acceptance(row["step"], reading.nonfinite_steps[row["step"]])}
+            | ({} if gate_counts is None else {"gates": gate_counts.step_fractions(row["step"])})
+            for row in drift.step_rows()
+        ],
         "advice": advise(counts, num_lost, length) if reason is None else without_advice(reason),
         "bound_if_threshold_held": {
             arm.name: bound_at(arm.limits["max"], length, arm.limits.get("avg"))

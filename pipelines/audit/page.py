@@ -16,12 +16,15 @@ from evaluation.html import to_html
 from evaluation.themes import light_and_dark, styled
 from pipelines.audit.advice import TARGET
 from pipelines.audit.terminal import DRIFT_ROWS, LENGTH_ARMS
-from pipelines.audit.wording import advice_lines, counted, figure, headline, kept_shares
+from pipelines.audit.wording import advice_lines, counted, figure, headline, kept_shares, top_k_lines
 
 Payload = dict[str, Any]
 
 NUM_FILES = 3
 """Files named at the top; the rest are counted."""
+
+MAX_STEP_ROWS = 40
+"""Steps in the table of acceptance; the JSON has all of them."""
 
 SWEEP_TITLES = {"trm_max": "TRM-Max", "trm_avg": "TRM-Avg", "ln_trm": "LN-TRM", "ser": "SER"}
 
@@ -51,6 +54,7 @@ def page_html(payload: Payload) -> str:
         *_steps(payload["steps"]),
         Heading(text="What the paper's gates keep"),
         *_acceptance(payload),
+        *_top_k(payload),
         *_gates(payload.get("gates", {})),
         *_where(payload.get("where", {})),
         Heading(text="Thresholds and bounds"),
@@ -82,8 +86,28 @@ def _steps(steps: list[Payload]) -> list[Block]:
                     "mean k3 and largest k2 over steps",
                 ),
             ]
-        )
+        ),
+        _step_acceptance(steps),
     ]
+
+
+def _step_acceptance(steps: list[Payload]) -> Table:
+    """Tabulate what gates keep at each step, at most `MAX_STEP_ROWS` of them evenly over the run."""
+    stride = -(-len(steps) // MAX_STEP_ROWS)
+    shown = steps[::stride]
+    arms, gates = (
+        list(dict.fromkeys(key for row in steps for key in row.get(name, {}))) for name in ("acceptance", "gates")
+    )
+    rows = [
+        [str(row["step"]), f"{row['num_sequences']:,}"]
+        + [f"{row['acceptance'][name]:.1%}" for name in arms]
+        + [f"{row['gates'][name]:.1%}" if name in row.get("gates", {}) else "-" for name in gates]
+        for row in shown
+    ]
+    caption = (
+        "Sequences kept at each step." if stride == 1 else f"Sequences kept at each step; every {stride}th is shown."
+    )
+    return Table(columns=["step", "sequences", *arms, *gates], rows=rows, caption=caption)
 
 
 def _acceptance(payload: Payload) -> list[Block]:
@@ -111,6 +135,18 @@ def _acceptance(payload: Payload) -> list[Block]:
         ),
     ]
     return blocks
+
+
+def _top_k(payload: Payload) -> list[Block]:
+    if "top_k" not in payload:
+        return []
+    words = ("accepted", "rejected", "undecided")
+    rows = [[name, *(f"{row[word]:.1%}" for word in words)] for name, row in payload["top_k"]["arms"].items()]
+    return [
+        Heading(text="What top-K log-probs certify"),
+        Bullets(items=top_k_lines(payload["top_k"])),
+        Table(columns=["arm", *words], rows=rows),
+    ]
 
 
 def _gates(gates: Payload) -> list[Block]:

@@ -9,13 +9,12 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from pipelines.audit.columns import Array
-from pipelines.audit.statistics import Chunk, Float64, Sequences, Tokens
+from pipelines.audit.columns import Array, Offsets
+from pipelines.audit.statistics import Chunk, Float64, Sequences, Tokens, segment_max, segment_sum
 
 PROBABILITY_EDGES = (0.01, 0.1, 0.5, 0.9, 0.99)
 NUM_DOUBLINGS = 25
 RELATIVE_BINS = 10
-JOINT_SHAPE = (NUM_DOUBLINGS, RELATIVE_BINS, len(PROBABILITY_EDGES) + 1)
 MAX_TOKEN_ID = 1 << 20
 """Ids from here on are not told apart."""
 
@@ -31,33 +30,32 @@ class Sliced:
         self.sums: NDArray[np.float64] = np.zeros((3, num_bins))
         self.k2_max: Float64 = np.zeros(num_bins)
 
-    def add_tokens(self, bins: Array, tokens: Tokens) -> None:
-        """Add tokens, ``[N]``, each to its bin."""
-        size = len(self.num_tokens)
-        self.num_tokens += np.bincount(bins, minlength=size)
-        for row, values in enumerate((tokens.log_ratio, tokens.k2, tokens.k3)):
-            self.sums[row] += np.bincount(bins, weights=values, minlength=size)
-        # maximum.at visits every token; only those above the smallest bin's maximum so far can matter.
-        above = tokens.k2 > self.k2_max[bins]
-        if above.any():
-            np.maximum.at(self.k2_max, bins[above], tokens.k2[above])
+    def add_tokens(self, bins: Offsets, tokens: Tokens) -> None:
+        """Add tokens, ``[N]``, each to its bin: by torch, which adds in place and without the interpreter lock."""
+        import torch
 
-    def add_sequences(self, bins: Array, sequences: Sequences) -> None:
+        index = torch.from_numpy(bins)
+        torch.from_numpy(self.num_tokens).index_add_(0, index, torch.ones_like(index))
+        for sums, values in zip(self.sums, (tokens.log_ratio, tokens.k2, tokens.k3), strict=True):
+            torch.from_numpy(sums).index_add_(0, index, torch.from_numpy(values))
+        torch.from_numpy(self.k2_max).scatter_reduce_(0, index, torch.from_numpy(tokens.k2), "amax")
+
+    def add_runs(self, bins: Offsets, boundaries: Offsets, tokens: Tokens) -> None:
+        """Add runs of tokens, each to its bin: run k, of ``[K]``, lies between boundaries k and k + 1."""
+        sums = [segment_sum(values, boundaries) for values in (tokens.log_ratio, tokens.k2, tokens.k3)]
+        self._add(bins, np.diff(boundaries), sums, segment_max(tokens.k2, boundaries))
+
+    def add_sequences(self, bins: Offsets, sequences: Sequences) -> None:
         """Add whole sequences, ``[B]``, each to its bin."""
-        size = len(self.num_tokens)
-        self.num_tokens += np.bincount(bins, weights=sequences.length, minlength=size).astype(np.int64)
-        for row, values in enumerate((sequences.log_ratio_sum, sequences.k2_sum, sequences.k3_sum)):
-            self.sums[row] += np.bincount(bins, weights=values, minlength=size)
-        np.maximum.at(self.k2_max, bins, sequences.k2_max)
+        sums = [sequences.log_ratio_sum, sequences.k2_sum, sequences.k3_sum]
+        self._add(bins, sequences.length, sums, sequences.k2_max)
 
-    def marginal(self, shape: tuple[int, ...], axis: int) -> "Sliced":
-        """Add up bins that are a grid of this shape over all of its axes but one."""
-        result = Sliced(shape[axis])
-        others = tuple(i for i in range(len(shape)) if i != axis)
-        result.num_tokens = self.num_tokens.reshape(shape).sum(axis=others)
-        result.sums = self.sums.reshape(3, *shape).sum(axis=tuple(i + 1 for i in others))
-        result.k2_max = self.k2_max.reshape(shape).max(axis=others)
-        return result
+    def _add(self, bins: Offsets, num_tokens: Offsets, sums: list[Float64], k2_max: Float64) -> None:
+        size = len(self.num_tokens)
+        self.num_tokens += np.bincount(bins, weights=num_tokens, minlength=size).astype(np.int64)
+        for row, values in enumerate(sums):
+            self.sums[row] += np.bincount(bins, weights=values, minlength=size)
+        np.maximum.at(self.k2_max, bins, k2_max)
 
     def row(self, index: int) -> dict[str, Any]:
         """Give a bin's numbers."""
@@ -77,29 +75,20 @@ class Slices:
 
     def __init__(self) -> None:
         """Start with nothing."""
-        # Bins of position, tenth of the response and probability together: one pass over tokens instead of three.
-        self.joint = Sliced(int(np.prod(JOINT_SHAPE)))
+        self.position, self.relative = Sliced(NUM_DOUBLINGS), Sliced(RELATIVE_BINS)
+        self.probability = Sliced(len(PROBABILITY_EDGES) + 1)
         self.length = Sliced(NUM_DOUBLINGS)
         self.correct, self.advantage = Sliced(2), Sliced(3)
         self.token: Sliced | None = None
         self.num_untold_tokens = 0
         self.kl_profile: Float64 = np.zeros(0)
-        self._doubling = np.zeros(1, dtype=np.int8)
 
     def add(self, chunk: Chunk, tokens: Tokens, sequences: Sequences) -> None:
         """Add a chunk."""
         lengths, offsets = sequences.length, chunk.offsets
-        position = np.arange(len(tokens.k2)) - np.repeat(offsets[:-1], lengths)  # [N], from 0
-        longest = int(lengths.max(initial=0))
-        if longest > len(self._doubling):
-            self._doubling = doubling_bin(np.arange(2 * longest) + 1)
-        # Half a position on, so that rounding cannot move the first token of a tenth to the one before.
-        scale = np.repeat(RELATIVE_BINS / np.maximum(lengths, 1), lengths)  # [N]
-        bins = ((position + 0.5) * scale).astype(np.int64)
-        bins += RELATIVE_BINS * self._doubling[position].astype(np.int64)
-        bins *= JOINT_SHAPE[2]
-        bins += _probability_bin(chunk.rollout_logprobs)
-        self.joint.add_tokens(bins, tokens)
+        self.position.add_runs(*_doubling_runs(lengths, offsets), tokens)
+        self.relative.add_runs(*_tenth_runs(lengths, offsets), tokens)
+        self.probability.add_tokens(_probability_bin(chunk.rollout_logprobs), tokens)
         self.length.add_sequences(doubling_bin(np.maximum(lengths, 1)), sequences)
         if chunk.reward is not None:
             self.correct.add_sequences((chunk.reward > 0).astype(np.int64), sequences)
@@ -108,7 +97,7 @@ class Slices:
         if chunk.token_ids is not None:
             self._add_token_ids(chunk.token_ids, tokens)
         if chunk.token_kl is not None:
-            self._add_profile(position, chunk.token_kl, longest)
+            self._add_profile(chunk.token_kl, lengths, offsets)
 
     def _add_token_ids(self, token_ids: Array, tokens: Tokens) -> None:
         is_told = (token_ids >= 0) & (token_ids < MAX_TOKEN_ID)
@@ -127,7 +116,9 @@ class Slices:
             self.token = grown
         self.token.add_tokens(token_ids, tokens)
 
-    def _add_profile(self, position: Array, token_kl: Array, longest: int) -> None:
+    def _add_profile(self, token_kl: Array, lengths: Offsets, offsets: Offsets) -> None:
+        longest = int(lengths.max(initial=0))
+        position = np.arange(len(token_kl)) - np.repeat(offsets[:-1], lengths)  # [N], from 0
         if longest > len(self.kl_profile):
             self.kl_profile = np.concatenate((self.kl_profile, np.zeros(longest - len(self.kl_profile))))
         sums = np.bincount(position, weights=token_kl)
@@ -137,12 +128,12 @@ class Slices:
         """Give the rows of every slice that has tokens, bins in order; token ids by their share of all k3."""
         edges = ["0", *(f"{edge:g}" for edge in PROBABILITY_EDGES), "1"]
         named = {
-            "position": (self.joint.marginal(JOINT_SHAPE, 0), _doublings()),
+            "position": (self.position, _doublings()),
             "position_fraction": (
-                self.joint.marginal(JOINT_SHAPE, 1),
+                self.relative,
                 [f"{i / 10:g} to {(i + 1) / 10:g}" for i in range(RELATIVE_BINS)],
             ),
-            "probability": (self.joint.marginal(JOINT_SHAPE, 2), [f"{a} to {b}" for a, b in pairwise(edges)]),
+            "probability": (self.probability, [f"{a} to {b}" for a, b in pairwise(edges)]),
             "length": (self.length, _doublings()),
             "correct": (self.correct, ["reward <= 0", "reward > 0"]),
             "advantage": (self.advantage, ["negative", "zero", "positive"]),
@@ -162,12 +153,30 @@ class Slices:
         return {name: rows for name, rows in found.items() if rows}
 
 
-def _probability_bin(logprobs: Array) -> Array:
+def _doubling_runs(lengths: Offsets, offsets: Offsets) -> tuple[Offsets, Offsets]:
+    """Cut sequences where floor(log2) of the position, from 1, changes: bins ``[K]`` and boundaries ``[K+1]``."""
+    counts = np.where(lengths > 0, doubling_bin(np.maximum(lengths, 1)) + 1, 0)
+    bins = np.arange(counts.sum()) - np.repeat(np.cumsum(counts) - counts, counts)
+    starts = np.repeat(offsets[:-1], counts) + (1 << bins) - 1
+    return bins, np.append(starts, offsets[-1])
+
+
+def _tenth_runs(lengths: Offsets, offsets: Offsets) -> tuple[Offsets, Offsets]:
+    """Cut sequences into tenths, a token counting where its middle lies: bins ``[K]`` and boundaries ``[K+1]``.
+
+    Position t, from 0, is in tenth j from (t + 1/2) / T >= j / 10 on, so from t = ceil((j T - 5) / 10) on.
+    """
+    tenths = np.arange(RELATIVE_BINS)
+    starts = offsets[:-1, None] + (tenths * lengths[:, None] + 4) // RELATIVE_BINS  # [B, 10]
+    return np.tile(tenths, len(lengths)), np.append(starts.reshape(-1), offsets[-1])
+
+
+def _probability_bin(logprobs: Array) -> Offsets:
     """Return how many of `PROBABILITY_EDGES` a log-prob is at or above: a few comparisons beat a search."""
-    bins = np.zeros(len(logprobs), dtype=np.int64)
+    bins = np.zeros(len(logprobs), dtype=np.int8)
     for edge in np.log(PROBABILITY_EDGES).astype(logprobs.dtype):
         bins += logprobs >= edge
-    return bins
+    return bins.astype(np.int64)
 
 
 def doubling_bin(numbers: Array) -> Array:

@@ -33,6 +33,7 @@ class Chunk:
         prompt_id: ``[B]`` of any type, or None.
         token_ids: ``[N]`` int, or None.
         token_kl: ``[N]`` float, nats, exact KL(pi_roll || pi_theta), or None.
+        interval: what top-K log-probs certify, or None.
     """
 
     offsets: Offsets
@@ -44,11 +45,33 @@ class Chunk:
     prompt_id: Array | None = None
     token_ids: Array | None = None
     token_kl: Floats | None = None
+    interval: "TokenInterval | None" = None
 
     @property
     def lengths(self) -> Offsets:
         """``[B]``: tokens of each sequence."""
         return np.diff(self.offsets)
+
+
+@dataclass
+class TokenInterval:
+    """What is certified of each token, ``[N]`` each.
+
+    Attributes:
+        kl_low: nats; what KL(pi_roll || pi_theta) is at least.
+        kl_high: nats; what it is at most, infinite where that is not known.
+        tv_low: what the total variation is at least.
+        tv_high: what it is at most.
+        total_variation: of the known tokens and one bucket for all others, as DPPO's Top-K TV is.
+        is_contradictory: bool; stored log-probs are those of no distribution, so that nothing is certified.
+    """
+
+    kl_low: Float64
+    kl_high: Float64
+    tv_low: Float64
+    tv_high: Float64
+    total_variation: Float64
+    is_contradictory: NDArray[np.bool_]
 
 
 @dataclass

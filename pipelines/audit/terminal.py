@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from pipelines.audit.wording import advice_lines, figure, headline, kept_shares
+from pipelines.audit.wording import advice_lines, figure, headline, kept_shares, top_k_lines
 
 Payload = dict[str, Any]
 
@@ -45,6 +45,7 @@ def summary_text(payload: Payload) -> str:
         "drift (nats)\n"
         + aligned([[label, figure(payload[name])] for name, label in DRIFT_ROWS if payload.get(name) is not None]),
         _acceptance(payload),
+        _top_k(payload),
         _lengths(payload),
         _gates(payload),
         _where(payload),
@@ -69,6 +70,15 @@ def _acceptance(payload: Payload) -> str:
     rows = [["the paper's gates", "accepted", "bound if it held (reward range 1)"]]
     rows += [[name, f"{kept:.1%}", figure(held.get(name))] for name, kept in payload["acceptance"].items()]
     return aligned(rows)
+
+
+def _top_k(payload: Payload) -> str:
+    if "top_k" not in payload:
+        return ""
+    rows = [["certified by top-K", "accepted", "rejected", "undecided"]]
+    for name, row in payload["top_k"]["arms"].items():
+        rows.append([name, *(f"{row[word]:.1%}" for word in ("accepted", "rejected", "undecided"))])
+    return "\n".join([*top_k_lines(payload["top_k"]), aligned(rows)])
 
 
 def _lengths(payload: Payload) -> str:

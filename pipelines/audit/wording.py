@@ -52,3 +52,17 @@ def advice_lines(advice: Payload) -> list[str]:
         values = [figure(row[key]) for key in ("advised", "max", "avg") if row.get(key) is not None]
         lines.append(f"{name} {' and '.join(values) or 'none'}: {row['reason']}")
     return lines
+
+
+def top_k_lines(top_k: Payload) -> list[str]:
+    """Write what top-K log-probs certify of KL and TV, and how many tokens contradict themselves."""
+    high = "no upper end" if top_k["kl_high_max"] is None else f"at most {figure(top_k['kl_high_max'])} at any token"
+    lines = [
+        f"from top-K log-probs: KL at least {figure(top_k['kl_low_mean'])} in the mean and "
+        f"{figure(top_k['kl_low_max'])} at a token, {high}; TV in the mean {figure(top_k['tv_low_mean'])} to "
+        f"{figure(top_k['tv_high_mean'])}, largest {figure(top_k['tv_low_max'])} to {figure(top_k['tv_high_max'])}"
+    ]
+    if top_k["num_contradictory_tokens"]:
+        number = counted(top_k["num_contradictory_tokens"], "token")
+        lines.append(f"{number} whose top-K is that of no distribution (mass above 1, or an id twice): not certified")
+    return lines

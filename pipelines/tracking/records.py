@@ -16,6 +16,7 @@ from pipelines.run_directory import RunDirectory
 from pipelines.spool import read_spool
 from pipelines.tracking.state import flatten
 from trm_repro.config import RunConfig, derive_seed, to_yaml
+from trm_repro.randomness import seed_record
 
 MAX_PARAMS = 100  # MLflow takes at most this many params in one request
 MAX_COPIED_BYTES = 64 * 2**20
@@ -23,7 +24,7 @@ MAX_COPIED_BYTES = 64 * 2**20
 
 
 def log_setup(client: MlflowClient, run_id: str, config: RunConfig, environment: dict[str, str]) -> None:
-    """Store configuration, environment and lock of a run; credentials are left out."""
+    """Store configuration, seeds, environment and lock of a run; credentials are left out."""
     config = public_config(config)
     params = [Param(key, str(value)) for key, value in flatten(dataclasses.asdict(config))]
     for start in range(0, len(params), MAX_PARAMS):
@@ -32,6 +33,7 @@ def log_setup(client: MlflowClient, run_id: str, config: RunConfig, environment:
     with tempfile.TemporaryDirectory() as folder:
         (Path(folder) / "config.yaml").write_text(to_yaml(config), encoding="utf-8")
         (Path(folder) / "environment.json").write_text(json.dumps(environment, indent=2), encoding="utf-8")
+        (Path(folder) / "seeds.json").write_text(json.dumps(seed_record(config), indent=2), encoding="utf-8")
         client.log_artifacts(run_id, folder, "setup")
     if lock_file().is_file():
         client.log_artifact(run_id, str(lock_file()), "setup")

@@ -5,13 +5,15 @@ from pathlib import Path
 
 import pytest
 import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
 
 from tests.unit.builders import TOKENIZER, make_batch, tiny_policy
 from trm_repro.config_sections import RolloutConfig, TrainerConfig
 from trm_repro.policy import save_policy
 from trm_repro.rollout import SamplingRequest, SamplingSettings, start_engine
 from trm_repro.rollout.synced_engine import policy_weights
-from trm_repro.sharding import prepare_policy
+from trm_repro.sharding import local, prepare_policy, shard_policy, whole
 
 pytestmark = [
     pytest.mark.gpu,
@@ -66,3 +68,45 @@ def test_weights_reach_a_server_by_nccl(tmp_path: Path, monkeypatch: pytest.Monk
             torch.testing.assert_close(torch.log_softmax(logits, -1), completion.log_distribution, atol=0.2, rtol=0)
     finally:
         engine.close()
+
+
+@pytest.fixture
+def process_group():
+    """This process alone, with the group that `trm-repro train` makes for GPUs."""
+    torch.cuda.set_device(0)
+    dist.init_process_group("cpu:gloo,cuda:nccl", rank=0, world_size=1, store=dist.HashStore())
+    yield
+    dist.destroy_process_group()
+
+
+@pytest.mark.parametrize("cpu_offload", [False, True], ids=["on_the_gpu", "offloaded"])
+def test_an_fsdp2_policy_learns_as_a_plain_one_and_keeps_its_masters_where_it_is_told(process_group, cpu_offload: bool):
+    batch = make_batch([(3, 9), (5, 4), (2, 17)])
+    plain = tiny_policy(tie_word_embeddings=False).train()
+    plain(batch).logprobs.square().sum().backward()
+    expected = {name: weight.grad for name, weight in plain.named_parameters()}
+
+    policy = tiny_policy(tie_word_embeddings=False).train()
+    config = TrainerConfig(accelerator="gpu", compute_dtype="float32", strategy="fsdp2", cpu_offload=cpu_offload)
+    prepare_policy(policy, config)
+    shard_policy(policy, config, init_device_mesh("cuda", (1,)))
+    optimizer = torch.optim.AdamW(policy.parameters(), lr=1e-2)
+    policy(batch.to("cuda")).logprobs.square().sum().backward()
+    place = "cpu" if cpu_offload else "cuda"
+    for name, weight in policy.named_parameters():
+        assert local(weight).device.type == local(weight.grad).device.type == place
+        torch.testing.assert_close(whole(weight.grad).cpu(), expected[name], atol=1e-3, rtol=1e-2)
+    before = [local(weight.detach()).clone() for weight in policy.parameters()]
+    norm = whole(torch.nn.utils.clip_grad_norm_(policy.parameters(), 1.0))
+    assert bool(norm.isfinite())
+    optimizer.step()
+    assert any(not torch.equal(local(w), b) for w, b in zip(policy.parameters(), before, strict=True))
+
+
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two CUDA devices: one a rank")
+def test_two_ranks_by_nccl_train_as_one_process(tmp_path: Path):
+    from tests.integration.test_ranks import assert_same, train
+
+    alone = train(tmp_path / "one", "num_steps=2")
+    two = train(tmp_path / "two", "num_steps=2", "trainer.devices=2", "trainer.accelerator=gpu")
+    assert_same([entry for entry in alone if entry.kind == "train"], [entry for entry in two if entry.kind == "train"])

@@ -53,7 +53,7 @@ def wrong_values(kind: object) -> list[str]:
         members = [member for member in typing.get_args(kind) if member is not type(None)]
         return [value for member in members for value in wrong_values(member) if value != "null"]
     wrong = {
-        bool: ["maybe", "[true]", "3.5"],
+        bool: ["maybe", "[true]", "3.5", "1", "0", "'true'"],
         int: ["abc", "1.5", "nan", "[1]", "-9999999", "1e99", "null", "{a: 1}"],
         float: ["abc", "nan", "[1]", "-1e9", "null"],
         str: ["null", "[a]", "{a: 1}", "''"],

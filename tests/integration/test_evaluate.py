@@ -59,7 +59,7 @@ def evaluate(capsys: pytest.CaptureFixture[str]) -> Callable[..., tuple[int, str
 def scores_of(result: tuple[int, str, str]) -> dict:
     code, output, errors = result
     assert code == 0, errors
-    return json.loads(output.splitlines()[-1])
+    return json.loads(Path(output.splitlines()[-1].removeprefix("scores: ")).read_text())
 
 
 def files(folder: Path) -> dict[str, int]:

@@ -124,6 +124,10 @@ def test_exact_divergence_over_qwen3s_vocabulary_never_holds_tokens_times_vocabu
     assert largest.num_elements <= CPU_CHUNK_ELEMENTS  # one chunk of logits
     few = requests[:2]  # in a batch of another size the engine's states differ in their last bits
     known, full = (sample(engine, few, name, 12) for name in ("hidden", "full"))
+    stop = known[0].response_ids[2]
+    engine.stop_ids = (stop,)
+    (stopped, _) = sample(engine, few, "sampled", 12)
+    assert stopped.response_ids == known[0].response_ids[: known[0].response_ids.index(stop) + 1]
     batch, rebuilt = measured(known, policy_weights(policy), other)
     _, direct = measured(full, policy_weights(policy), other)
     torch.testing.assert_close(rebuilt.kl, direct.kl, atol=1e-4, rtol=1e-4)

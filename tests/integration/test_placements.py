@@ -8,9 +8,10 @@ from pipelines.launch import train_ranks
 from pipelines.run_directory import RunDirectory
 from pipelines.session import Session, open_session, set_threads
 from pipelines.spool import SpoolEntry, read_spool
-from pipelines.train import starting_policy, train_run
+from pipelines.training import starting_policy, train_run
 from tests.conftest import SMOKE
 from trm_repro.config import RunConfig, load_arm
+from trm_repro.rollout import SamplingRequest, SamplingSettings
 from trm_repro.shards import read_rollouts
 
 ARM = "trm_avg_0.001"
@@ -37,6 +38,11 @@ def test_a_server_takes_every_weight_version_and_sampling_ahead_changes_nothing_
     session = open_session(here, model_path)
     try:
         in_turn, overlapped = run_on(session, here, model_path), run_on(session, ahead, model_path)
+        server, request = session.engine.engine, SamplingRequest(prompt_ids=(1, 8, 14, 9), seed=3)
+        (whole,) = server.sample([request], SamplingSettings(max_tokens=6))
+        server.stop_ids = whole.token_ids[:1]
+        (stopped,) = server.sample([request], SamplingSettings(max_tokens=6))
+        assert (stopped.token_ids, stopped.finished) == (whole.token_ids[:1], True)
     finally:
         session.engine.engine.close()
     # Rollouts of step s come from the weights after s - 1 steps, the oldest there are at first.

@@ -1,5 +1,11 @@
-"""Several processes train one policy: the same masks and losses as one process, and going on with another number."""
+"""Several processes train one policy: the same masks and losses as one process, also after kill -9."""
 
+import os
+import shutil
+import signal
+import threading
+import time
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -10,12 +16,13 @@ from pipelines.launch import train_ranks
 from pipelines.run_directory import RunDirectory
 from pipelines.session import open_session, set_threads
 from pipelines.spool import SpoolEntry, read_spool
-from pipelines.train import starting_policy, train_run
+from pipelines.training import starting_policy, train_run
 from tests.conftest import SMOKE
 from tests.unit.builders import TOKENIZER, tiny_policy
 from trm_repro.config import load_arm
-from trm_repro.errors import InputError
-from trm_repro.policy import save_policy
+from trm_repro.config_sections import PolicyConfig
+from trm_repro.errors import FaultError, InputError
+from trm_repro.policy import build_policy, save_policy
 
 ARM = "trm_avg_0.001"
 RUN = Path(ARM) / "seed_101"
@@ -23,10 +30,10 @@ NOT_COMPARED = ("time/", "throughput/")
 TOLERANCE = 1e-4  # relative; the ranks add the same float32 numbers up in another order
 
 
-def train(output: Path, *overrides: str) -> list[SpoolEntry]:
+def train(output: Path, *overrides: str, arm: str = ARM) -> list[SpoolEntry]:
     fixed = ("rollout.engine=transformers", "evaluation.every_steps=100", "output.keep_shards_every=1")
     folders = (f"output.dir={output}", f"output.warm_start_dir={output.parent / 'warm_starts'}")
-    config = load_arm(ARM, [SMOKE], [*fixed, *folders, *overrides])
+    config = load_arm(arm, [SMOKE], [*fixed, *folders, *overrides])
     model_path = starting_policy(config)
     directory = RunDirectory(config)
     directory.prepare()
@@ -47,21 +54,81 @@ def assert_same(here: list[SpoolEntry], there: list[SpoolEntry]) -> None:
                 assert other.metrics[name] == pytest.approx(value, rel=TOLERANCE, abs=1e-5), name
 
 
+def processes_of_ranks() -> list[int]:
+    """Find the processes that this one has started as ranks."""
+    children = Path(f"/proc/{os.getpid()}/task").glob("*/children")
+    found = [int(pid) for file in children for pid in file.read_text().split()]
+    return [pid for pid in found if b"spawn_main" in Path(f"/proc/{pid}/cmdline").read_bytes()]
+
+
+def written(path: Path) -> int | None:
+    """When a file was written, nanoseconds; None where it is not there."""
+    try:
+        return path.stat().st_mtime_ns
+    except FileNotFoundError:
+        return None
+
+
+def train_until_killed(output: Path, *overrides: str, num_killed: int) -> None:
+    """Train with two ranks, and kill some as soon as they have written a checkpoint."""
+    checkpoint = output / RUN / "checkpoint.ckpt"
+    before = written(checkpoint)
+
+    def kill() -> None:
+        while written(checkpoint) in (None, before):
+            time.sleep(0.02)
+        for pid in processes_of_ranks()[:num_killed]:
+            os.kill(pid, signal.SIGKILL)
+
+    killer = threading.Thread(target=kill, daemon=True)
+    killer.start()
+    with pytest.raises(FaultError, match=r"rank [01] of .*SIGKILL"):
+        train(output, *overrides)
+    killer.join()
+
+
 @pytest.mark.slow
 @pytest.mark.timeout(900)
-def test_two_ranks_train_as_one_process_and_one_rank_goes_on_from_two(tmp_path: Path):
+def test_two_killed_ranks_go_on_and_train_as_one_process_and_one_rank_goes_on_from_two(tmp_path: Path):
     set_threads(1)
-    alone = train(tmp_path / "one", "num_steps=3")
-    two = train(tmp_path / "two", "num_steps=2", "trainer.devices=2")
-    steps = [entry for entry in two if entry.kind == "train"]
-    assert_same([entry for entry in alone if entry.kind == "train"][:2], steps)
-    assert any(0 < sum(entry.num_kept) < 16 for entry in steps)  # some of 16 sequences are rejected
+    hidden = ("num_steps=3", "rollout.distribution=hidden")
+    alone = train(tmp_path / "one", *hidden)
+    assert any(0 < sum(entry.num_kept) < 16 for entry in alone if entry.kind == "train")  # some of 16 are rejected
+    assert all(entry.metrics["divergence/kl_max"] > 0 for entry in alone if entry.kind == "train")
 
-    went_on = train(tmp_path / "two", "num_steps=3", "trainer.strategy=fsdp2")
-    assert_same(alone[-2:], went_on[-2:])
-    ours, theirs = (load_file(tmp_path / name / RUN / "policy/model.safetensors") for name in ("one", "two"))
-    assert ours.keys() == theirs.keys()
-    assert all(torch.allclose(ours[name], theirs[name], atol=1e-5) for name in ours)
+    two = (*hidden, "trainer.devices=2")
+    train_until_killed(tmp_path / "two", *two, num_killed=1)
+    train_until_killed(tmp_path / "two", *two, num_killed=2)
+    shutil.copytree(tmp_path / "two", tmp_path / "fewer")
+    (tmp_path / "fewer" / RUN / "checkpoint.ckpt" / ".metadata").unlink()  # back to the checkpoint before it
+    runs = {"two": train(tmp_path / "two", *two), "fewer": train(tmp_path / "fewer", *hidden, "trainer.strategy=fsdp2")}
+    ours = load_file(tmp_path / "one" / RUN / "policy/model.safetensors")
+    for name, entries in runs.items():
+        assert_same(alone, entries)
+        theirs = load_file(tmp_path / name / RUN / "policy/model.safetensors")
+        assert ours.keys() == theirs.keys()
+        assert all(torch.allclose(ours[name], theirs[name], atol=1e-5) for name in ours)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(300)
+def test_two_ranks_train_on_real_problems_as_one_process(tmp_path: Path, test_data: Path, qwen3_tokenizer):
+    set_threads(1)
+    sizes = PolicyConfig(architecture="dense", num_layers=2, initializer_range=0.2, max_position_embeddings=512)
+    policy = build_policy(replace(sizes, vocab_size=151_936), qwen3_tokenizer, seed=0)
+    save_policy(policy, qwen3_tokenizer, tmp_path / "model")
+    settings = [
+        *(f"policy.path={tmp_path / 'model'}", "policy.max_position_embeddings=512", "num_steps=1"),
+        *("task.name=math", f"task.file={test_data / 'dapo_math_17k_dup100.parquet'}", "task.prompt_template=dapo"),
+        *("evaluation.task=aime25", f"evaluation.file={test_data / 'aime25.jsonl'}", "evaluation.num_problems=1"),
+        *("evaluation.num_sampled_problems=1", "evaluation.num_samples=1", "evaluation.max_response_tokens=4"),
+        *("evaluation.length_operands=[]", "rollout.max_prompt_tokens=400", "rollout.max_response_tokens=12"),
+        *("rollout.num_prompts=2", "rollout.distribution=top_k", "rollout.num_top_logprobs=1024"),
+    ]
+    alone = train(tmp_path / "one", *settings, arm="trm_max_0.05")
+    assert_same(alone, train(tmp_path / "two", *settings, "trainer.devices=2", arm="trm_max_0.05"))
+    (run,) = (entry for entry in alone if entry.kind == "train")
+    assert run.metrics["probe/gap"] <= run.metrics["probe/threshold"]
 
 
 @pytest.mark.slow

@@ -1,6 +1,7 @@
 """`trm-repro reproduce` on the smoke configuration: files, MLflow, report, and going on after an interruption."""
 
 import json
+import os
 import shutil
 import signal
 import subprocess
@@ -14,7 +15,7 @@ import torch
 
 from pipelines.run_directory import RunDirectory
 from pipelines.spool import read_spool
-from tests.conftest import ROOT, SMOKE, run_command
+from tests.conftest import ROOT, SMOKE, run_command, run_process
 from trm_repro.config import load_arm, load_config
 from trm_repro.shards import read_masks, read_rollouts
 
@@ -127,7 +128,7 @@ def test_mlflow_has_parent_and_nested_runs_with_every_point(smoke: Path):
         assert run.data.params["update.learning_rate"] == "0.1"
         assert run.data.tags["git_commit"]
         artifacts = {file.path for file in client.list_artifacts(run.info.run_id, "setup")}
-        assert artifacts == {"setup/config.yaml", "setup/environment.json", "setup/cpu.txt"}
+        assert artifacts == {f"setup/{name}" for name in ("config.yaml", "seeds.json", "environment.json", "cpu.txt")}
         profiles = client.download_artifacts(run.info.run_id, "profiles/divergence_by_position.json")
         assert set(json.loads(Path(profiles).read_text())) == {"1", "2", "3", "4"}
         for entry in read_spool(directory.spool_file):
@@ -162,7 +163,7 @@ def test_report_and_summary_say_what_was_run(smoke: Path):
 
 def test_second_call_does_nothing_when_all_is_done(smoke_copy: Path):
     before = {path: path.read_bytes() for path in smoke_copy.rglob("*.jsonl")}
-    done = run_command("reproduce", SMOKE, f"output.dir={smoke_copy / 'runs'}", timeout=120)
+    done = run_command("reproduce", SMOKE, f"output.dir={smoke_copy / 'runs'}")
     assert done.returncode == 0, done.stderr
     assert {path: path.read_bytes() for path in smoke_copy.rglob("*.jsonl")} == before
     assert not any((smoke_copy / "runs" / "logs").glob("worker_2*"))
@@ -174,6 +175,43 @@ def test_another_configuration_is_refused_in_the_same_folder(smoke_copy: Path):
     assert "update.learning_rate is 0.1 there and 0.2 here" in done.stderr
 
 
+def children_of(parent: int) -> list[int]:
+    """List the processes that a process has started, but for multiprocessing's own, which ends after them."""
+    found = []
+    for status in Path("/proc").glob("[0-9]*/stat"):
+        try:
+            is_child = status.read_text().rpartition(")")[2].split()[1] == str(parent)
+            if is_child and b"resource_tracker" not in status.with_name("cmdline").read_bytes():
+                found.append(int(status.parent.name))
+        except OSError:  # ended meanwhile
+            continue
+    return found
+
+
+def test_a_fresh_process_with_the_same_configuration_gives_the_same_bits(
+    smoke: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    """The experiment's worker came to this arm after another one, with another hash seed, in another folder."""
+    monkeypatch.setenv("PYTHONHASHSEED", "7")
+    done = run_process(
+        "train",
+        "--arm",
+        "ppo_clip",
+        SMOKE,
+        "seed=1",
+        f"output.dir={tmp_path / 'runs'}",
+        f"output.warm_start_dir={smoke / 'warm_starts'}",
+    )
+    assert done.returncode == 0, done.stderr
+    here, there = runs(tmp_path)["ppo_clip"], runs(smoke)["ppo_clip"]
+    assert same(values(here), values(there))
+    for file in (
+        "policy/model.safetensors",
+        *(f"{kind}/step_0000{n}.parquet" for kind in ("shards", "masks") for n in (0, 2, 3)),
+    ):
+        assert (here.path / file).read_bytes() == (there.path / file).read_bytes(), file
+
+
 def test_killed_run_goes_on_and_ends_with_the_same_numbers(smoke: Path, tmp_path: Path):
     shutil.copytree(smoke / "warm_starts", tmp_path / "warm_starts")
     command = [sys.executable, "-m", "pipelines.cli", "reproduce", str(SMOKE), f"output.dir={tmp_path / 'runs'}"]
@@ -183,10 +221,23 @@ def test_killed_run_goes_on_and_ends_with_the_same_numbers(smoke: Path, tmp_path
     deadline = time.time() + 200
     while time.time() < deadline and not (spool.is_file() and any(e.step >= 2 for e in read_spool(spool))):
         time.sleep(0.02)
+    workers = children_of(process.pid)
+    for worker in workers:  # in the middle of what they do, holding their runs
+        os.kill(worker, signal.SIGSTOP)
+    waiting = run_command("train", "--arm", "trm_avg_0.001", *command[4:], "seed=1")
+    assert (waiting.returncode, waiting.stderr.count("\n")) == (2, 1), waiting.stderr
+    assert "another process is training this run" in waiting.stderr
     process.send_signal(signal.SIGKILL)
     process.wait()
     assert not runs(tmp_path)["random_as_trm_avg_0.001"].is_finished
-    time.sleep(1.0)  # workers end when their parent's end of the pipe is gone
+    assert len(workers) >= 2
+    deadline = time.time() + 30
+    while any(Path(f"/proc/{worker}").exists() for worker in workers):  # the kernel ends them with their parent
+        assert time.time() < deadline, "a worker outlived the command that started it"
+        time.sleep(0.05)
+    for directory in runs(tmp_path).values():
+        with directory.locked():  # the locks ended with them
+            pass
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=280, check=False)
     assert done.returncode == 0, done.stderr
     for arm, directory in runs(tmp_path).items():
@@ -321,7 +372,7 @@ def test_evaluate_runs_aime_problems_through_engine_and_grader(smoke: Path, tmp_
         SMOKE,
     )
     assert done.returncode == 0, done.stderr
-    scores = json.loads(done.stdout.splitlines()[-1])
+    scores = json.loads((tmp_path / "scores.json").read_text())
     assert (scores["num_problems"], scores["k"], scores["avg_at_k"]["mean"]) == (1, 2, 0.0)
     answers = pd.read_parquet(tmp_path / "answers.parquet")
     assert list(answers.problem_id) == ["aime25-I-01", "aime25-I-01"]

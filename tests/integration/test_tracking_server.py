@@ -5,21 +5,28 @@ import signal
 import socket
 import subprocess
 import sys
+import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
-from urllib.error import URLError
-from urllib.request import urlopen
+from urllib.error import HTTPError, URLError
+from urllib.request import Request, urlopen
 
 import pytest
 from mlflow import MlflowClient
 
-from pipelines.spool import MetricsSpool
-from pipelines.tracking import BackgroundTracker, ExperimentReplay, Tracker, background
+from pipelines.run_directory import RunDirectory
+from pipelines.session import open_session
+from pipelines.spool import MetricsSpool, read_spool
+from pipelines.tracking import BackgroundTracker, ExperimentReplay, Tracker, background, read_state
+from pipelines.training import train_run
 from tests.browser import Browser
 from tests.conftest import SMOKE, run_command
 from tests.tracked import evaluate_entry, experiment_config, fill, run_directory, train_entry
+from tests.unit.builders import TOKENIZER, tiny_policy
 from trm_repro.config import load_config
+from trm_repro.policy import save_policy
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
 
@@ -115,6 +122,81 @@ def test_no_point_is_lost_or_there_twice_and_arms_compare_in_the_browser(
     missing = run_command("compare", "no_such_arm", "--uri", server.uri)
     assert (missing.returncode, missing.stderr.count("\n")) == (2, 1)
     curves_in_the_browser(server, experiment_id, arms, tmp_path)
+    train_beside_a_slow_server(server, tmp_path / "slow", monkeypatch)
+
+
+class SlowProxy:
+    """Passes requests on to a server; while `is_slow`, an answer is held back until ``steps()`` has grown by two."""
+
+    def __init__(self, server: Server, steps: Callable[[], int]) -> None:
+        proxy, self.is_slow, self.waits = self, True, []
+
+        class Handler(BaseHTTPRequestHandler):
+            def pass_on(self) -> None:
+                body = self.rfile.read(int(self.headers.get("Content-Length", 0))) or None
+                headers = {"Content-Type": self.headers.get("Content-Type", "application/json")}
+                request = Request(server.uri + self.path, data=body, headers=headers, method=self.command)
+                try:
+                    with urlopen(request, timeout=30) as answer:
+                        status, content = answer.status, answer.read()
+                except HTTPError as error:
+                    status, content = error.code, error.read()
+                begin, before = time.monotonic(), steps()
+                while proxy.is_slow and steps() < before + 2 and time.monotonic() < begin + 60:
+                    time.sleep(0.01)
+                proxy.waits.append((time.monotonic() - begin, steps() - before))
+                self.send_response(status)
+                self.send_header("Content-Type", "application/json")
+                self.send_header("Content-Length", str(len(content)))
+                self.end_headers()
+                self.wfile.write(content)
+
+            do_GET = do_POST = do_PUT = do_PATCH = do_DELETE = pass_on  # noqa: N815 - the names that http.server looks for
+
+            def log_message(self, *arguments: object) -> None:
+                """Say nothing."""
+
+        self.listener = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+        self.uri = f"http://127.0.0.1:{self.listener.server_port}"
+        threading.Thread(target=self.listener.serve_forever, daemon=True).start()
+
+
+def train_beside_a_slow_server(server: Server, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Train for real while every answer of the server takes longer than two steps; no step waits for one."""
+    monkeypatch.setenv("MLFLOW_HTTP_REQUEST_TIMEOUT", "60")
+    folder.mkdir()
+    save_policy(tiny_policy(), TOKENIZER, folder / "policy")
+    settings = ["conf/smoke.yaml", "rollout.engine=transformers", "rollout.precision=float32", "num_steps=12"]
+    overrides = [f"policy.path={folder / 'policy'}", f"output.dir={folder / 'runs'}", *settings[1:]]
+    plain = load_config([SMOKE], overrides)
+    spool = RunDirectory(plain).spool_file
+
+    def steps() -> int:
+        return spool.read_bytes().count(b'"kind": "train"') if spool.is_file() else 0
+
+    proxy = SlowProxy(server, steps)
+    config = load_config([SMOKE], [*overrides, f"tracking.uri={proxy.uri}", "tracking.experiment=slow"])
+    directory, said = RunDirectory(config), []
+    directory.prepare()
+    session = open_session(config, folder / "policy")
+    with BackgroundTracker(ExperimentReplay(config, is_experiment=False), said.append) as tracking:
+        tracking.track(directory)
+        train_run(config, session, folder / "policy")  # deadlocks for a minute an answer if a step waits for one
+        assert steps() == 12
+        held_back = [num_steps for _, num_steps in proxy.waits]
+        proxy.is_slow = False
+        tracking.track(directory, "FINISHED")
+        assert tracking.finish() is None
+    assert said == []
+    assert len(held_back) >= 3
+    assert min(held_back) >= 2
+    client = MlflowClient(server.uri)
+    run_id = read_state(directory.path / "mlflow.json").run_id
+    for name in ("rollout/reward_mean", "score/greedy"):
+        points = [(p.step, p.value, p.timestamp) for p in client.get_metric_history(run_id, name)]
+        entries = [entry for entry in read_spool(spool) if name in entry.metrics]
+        assert points == [(entry.step, entry.metrics[name], round(entry.time * 1000)) for entry in entries]
+    proxy.listener.shutdown()
 
 
 def track_through_outages(server: Server, folder: Path, arms: tuple[str, str]) -> list[str]:

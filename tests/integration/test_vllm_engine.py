@@ -1,6 +1,7 @@
 """vLLM on this machine: weights go in right, the probe notices when they do not, routing is read right."""
 
 import dataclasses
+import gc
 from pathlib import Path
 
 import pytest
@@ -9,10 +10,12 @@ import torch
 from trm_repro.batch import Rollout, RolloutBatch
 from trm_repro.config_sections import PolicyConfig, RolloutConfig
 from trm_repro.divergence import exact_kl_divergence
-from trm_repro.errors import FaultError
+from trm_repro.errors import FaultError, InputError
 from trm_repro.policy import Policy, build_policy, build_tokenizer, save_policy
 from trm_repro.rollout import Probe, SamplingRequest, SamplingSettings, start_engine
-from trm_repro.rollout.synced_engine import policy_weights
+from trm_repro.rollout.probe import long_probe_contexts
+from trm_repro.rollout.synced_engine import SyncedEngine, policy_weights
+from trm_repro.rollout.vllm.weights import checkpoint_weights
 from trm_repro.tasks.chain_arithmetic import ALPHABET
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
@@ -20,6 +23,7 @@ pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
 TOKENIZER = build_tokenizer(ALPHABET)
 PROMPTS = [tuple(TOKENIZER("+".join("1234567"[:n]) + "=").input_ids) for n in range(2, 8)]
 CONTEXTS = [(1, *(4 + (7 * i * j + j) % 14 for j in range(5 + i % 40))) for i in range(32)]
+MAX_LENGTH = 144  # longer than a block of the prefix cache
 FULL = SamplingSettings(max_tokens=24, distribution="full")
 
 
@@ -66,7 +70,7 @@ def engine_and_policies(request, tmp_path_factory: pytest.TempPathFactory):
     first, second = make_policy(request.param, 0), make_policy(request.param, 1)
     path = tmp_path_factory.mktemp(request.param)
     save_policy(first, TOKENIZER, path)
-    return start_engine(RolloutConfig(), path, 96), first, second
+    return start_engine(RolloutConfig(prefix_caching=True), path, MAX_LENGTH), first, second
 
 
 def test_loaded_weights_are_the_policys_before_and_after_a_sync(engine_and_policies):
@@ -93,6 +97,39 @@ def test_probe_passes_after_a_sync_and_stops_when_it_was_skipped(engine_and_poli
     assert reading.gap <= reading.threshold
 
 
+def test_each_way_to_be_stale_is_stopped_and_told_by_its_name(engine_and_policies, monkeypatch: pytest.MonkeyPatch):
+    engine, first, second = engine_and_policies
+    engine.load_weights(policy_weights(first))
+    long_contexts = long_probe_contexts(CONTEXTS, MAX_LENGTH)
+    assert min(map(len, long_contexts)) > engine.llm.llm_engine.vllm_config.cache_config.block_size
+    probe = Probe(first, CONTEXTS, "bfloat16", 5.0, long_contexts=long_contexts)
+    synced = SyncedEngine(engine, probe, probe.start(engine, policy_weights(first)))
+    synced.sync(policy_weights(second), run="a", version=1)
+
+    def skip(fault: pytest.MonkeyPatch) -> None:
+        fault.setattr(type(engine), "load_weights", lambda engine, weights: None)
+
+    def drop_head(fault: pytest.MonkeyPatch) -> None:
+        def without_head(weights, change):
+            return (pair for pair in checkpoint_weights(weights, change) if pair[0] != "lm_head.weight")
+
+        fault.setattr("trm_repro.rollout.vllm.engine.checkpoint_weights", without_head)
+
+    def keep_cache(fault: pytest.MonkeyPatch) -> None:
+        fault.setattr(engine.llm, "reset_prefix_cache", lambda: True)
+
+    for inject, told in (
+        (skip, r"it answers as before: the sync did not reach it"),
+        (drop_head, r"the output head, lm_head\.weight, did not reach it"),
+        (keep_cache, r"contexts of more than 128 tokens \(its prefix cache, .* was not emptied"),
+    ):
+        with monkeypatch.context() as fault:
+            inject(fault)
+            with pytest.raises(FaultError, match=f"stale weights: after the sync of weight version 2 .*{told}"):
+                synced.sync(policy_weights(first), run="a", version=2)
+        synced.sync(policy_weights(second), run="a", version=1)  # whole again
+
+
 def test_probe_stops_when_experts_are_reloaded_without_packing(engine_and_policies):
     engine, first, second = engine_and_policies
     if not engine.has_routers:
@@ -100,8 +137,6 @@ def test_probe_stops_when_experts_are_reloaded_without_packing(engine_and_polici
     probe = Probe(first, CONTEXTS, "bfloat16", 5.0)
     engine.load_weights(policy_weights(first))
     probe.start(engine, policy_weights(first))
-    from trm_repro.rollout.vllm.weights import checkpoint_weights
-
     plain = [(name, weight.bfloat16()) for name, weight in checkpoint_weights(policy_weights(second))]
     engine.llm.collective_rpc("reload_weights", kwargs={"weights_iterator": iter(plain)})
     with pytest.raises(FaultError, match="stale weights"):
@@ -193,3 +228,22 @@ def test_engine_agrees_with_transformers_engine_greedily(tmp_path: Path):
         assert a.token_ids == b.token_ids
         assert float(exact_kl_divergence(a.log_distribution, b.log_distribution).max()) < 1e-5
         assert a.finished == b.finished
+
+
+def test_an_engine_of_experts_starts_after_a_dense_one_and_outlives_it(tmp_path: Path):
+    settings = SamplingSettings(max_tokens=2, distribution="full")
+    for architecture in ("dense", "moe"):
+        save_policy(make_policy(architecture, 0), TOKENIZER, tmp_path / architecture)
+        engine = start_engine(RolloutConfig(precision="float32"), tmp_path / architecture, 96)
+        assert len(engine.sample(requests(2), settings)) == 2
+    gc.collect()  # the first one's end takes nothing from the second
+    assert len(engine.sample(requests(2), settings)) == 2
+
+
+def test_a_cache_too_small_for_one_sequence_names_the_key(tmp_path: Path):
+    save_policy(make_policy("dense", 0), TOKENIZER, tmp_path)
+    told = (
+        r"rollout\.kv_cache_bytes=20000 does not hold one sequence of 96 tokens; raise it, or lower rollout\.max_prom"
+    )
+    with pytest.raises(InputError, match=told):
+        start_engine(RolloutConfig(kv_cache_bytes=20_000), tmp_path, 96)

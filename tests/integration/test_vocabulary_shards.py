@@ -7,7 +7,7 @@ import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
 
-from trm_repro.vocab import HiddenRollout, VocabularyShard, token_logprobs, token_objective, token_statistics
+from trm_repro.vocab import HiddenRollout, VocabularyShard, token_logprobs, token_statistics
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(120)]
 
@@ -30,21 +30,18 @@ def compute(rows: slice, shard: VocabularyShard | None) -> dict[str, torch.Tenso
     """Run everything on some rows of the head; gradients of the head are those of the rows."""
     hidden, head_weight, token_ids, rollout_hidden, rollout_head = inputs()
     settings = {**SETTINGS, "shard": shard}
-    results = {}
-    for name in ("logprobs", "objective"):
-        leaves = hidden.clone().requires_grad_(), head_weight[rows].clone().requires_grad_()
-        if name == "logprobs":
-            value = token_logprobs(*leaves, token_ids, **settings)
-            (value * torch.arange(1.0, NUM_TOKENS + 1)).sum().backward()
-        else:
-            value, _ = token_objective(*leaves, token_ids, lambda logprobs, _: logprobs.exp(), **settings)
-            value.backward()
-        results |= {name: value.detach(), f"{name}_hidden": leaves[0].grad, f"{name}_head": leaves[1].grad}
     rollout = HiddenRollout(
         hidden=rollout_hidden, versions=torch.zeros(NUM_TOKENS, dtype=torch.int64), heads={0: rollout_head[rows]}
     )
     statistics = token_statistics(hidden, head_weight[rows], token_ids, rollout=rollout, **settings)
-    return results | {name: value for name, value in statistics._asdict().items() if value is not None}
+    results = {name: value for name, value in statistics._asdict().items() if value is not None}
+    for name in ("logprobs", "given"):
+        normalizers = results["normalizers"] if name == "given" else None
+        leaves = hidden.clone().requires_grad_(), head_weight[rows].clone().requires_grad_()
+        value = token_logprobs(*leaves, token_ids, normalizers=normalizers, **settings)
+        (value * torch.arange(1.0, NUM_TOKENS + 1)).sum().backward()
+        results |= {name: value.detach(), f"{name}_hidden": leaves[0].grad, f"{name}_head": leaves[1].grad}
+    return results
 
 
 def run_rank(rank: int, folder: str) -> None:
@@ -58,7 +55,7 @@ def run_rank(rank: int, folder: str) -> None:
 def test_two_shards_of_the_vocabulary_give_the_results_of_the_whole(tmp_path: Path):
     mp.spawn(run_rank, args=(str(tmp_path),), nprocs=2)
     whole = compute(slice(0, VOCAB), None)
-    assert {"kl", "total_variation", "entropy", "rebuilt_logprobs", "objective_hidden"} <= set(whole)
+    assert {"kl", "total_variation", "entropy", "rebuilt_logprobs", "given_hidden"} <= set(whole)
     for rank, rows in enumerate(SHARDS):
         found = torch.load(tmp_path / f"rank_{rank}.pt", weights_only=True)
         assert set(found) == set(whole)

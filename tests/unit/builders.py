@@ -126,6 +126,7 @@ def make_measurement(
         policy_logprobs=ratio if rollout_logprobs is None else ratio + rollout_logprobs,
         log_ratio=ratio,
         entropy=torch.zeros_like(ratio) if entropy is None else torch.tensor(entropy),
+        normalizers=torch.zeros_like(ratio),
         kl=None if kl is None else torch.tensor(kl),
         total_variation=None if kl is None else torch.tensor(kl) / 10,
         is_flipped=None if is_flipped is None else torch.tensor(is_flipped),

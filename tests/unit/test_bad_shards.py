@@ -14,13 +14,13 @@ from pipelines import mask as mask_command
 from pipelines.checkpoints import Checkpoint, check_snapshots, load_into, read_checkpoint
 from tests.unit.builders import EXPERTS_PER_TOKEN, NUM_EXPERTS, NUM_LAYERS, VOCAB_SIZE, make_rollout, tiny_policy
 from trm_repro.errors import InputError
+from trm_repro.parquet_files import check_folder
 from trm_repro.rollout.synced_engine import policy_weights
-from trm_repro.shard_checks import check_fits
+from trm_repro.shard_checks import check_fits, check_versions
 from trm_repro.shards import (
     MASK_SCHEMA,
     ROLLOUT_SCHEMA,
     MaskRow,
-    check_folder,
     read_masks,
     read_rollouts,
     write_masks,
@@ -78,7 +78,7 @@ def test_the_row_that_the_next_tests_damage_is_sound_by_itself(tmp_path):
         ({"rollout_experts": [0, None, 1, 0]}, ""),
         ({"prompt_ids": [-1]}, "prompt_ids holds -1"),
         ({"response_ids": [2, -7]}, "response_ids holds -7"),
-        ({"rollout_logprobs": [-1.0, 2e-4]}, "logprobs holds 0.0002"),
+        ({"rollout_logprobs": [-1.0, 2e-3]}, "logprobs holds 0.002"),
         ({"rollout_logprobs": [math.inf, -1.0]}, "logprobs holds inf"),
         ({"rollout_log_distribution": [-1.0, math.nan, -1.0, -1.0]}, "log_distribution holds NaN"),
         ({"rollout_log_distribution": [-1.0, 0.5, -1.0, -1.0]}, "log_distribution holds 0.5"),
@@ -112,7 +112,7 @@ def test_what_no_sampling_gives_is_refused_by_file_row_and_reason(tmp_path, chan
     assert message.endswith("sample the shard again with trm-repro rollout")
 
 
-@pytest.mark.parametrize("value", [math.nan, -math.inf, 9e-5, 0.0])
+@pytest.mark.parametrize("value", [math.nan, -math.inf, 9e-4, 0.0])
 def test_a_sampled_log_prob_that_masks_reject_and_one_lifted_by_rounding_are_read(tmp_path, value):
     path = tmp_path / "step.parquet"
     write_rows(path, {"rollout_logprobs": [-1.0, value]})
@@ -251,12 +251,32 @@ def test_a_file_in_the_place_of_the_folder_is_refused(tmp_path):
     assert "cannot be written (" in refusal(write, tmp_path / "file" / "masks.parquet")
     assert "is a file; expected a folder" in refusal(check_folder, tmp_path / "file" / "deeper")
     check_folder(tmp_path / "new" / "deeper")
+    assert [path.name for path in tmp_path.iterdir()] == ["file"]
     assert (tmp_path / "file").read_text() == "mine"
+
+
+def test_a_place_where_nothing_can_be_written_is_told_before_the_work(monkeypatch, capsys):
+    from pathlib import Path
+
+    from pipelines import session
+    from pipelines.cli import main
+
+    assert "/proc: no file can be made there (" in refusal(check_folder, Path("/proc/trm/deeper"))
+    monkeypatch.setattr(session, "set_threads", lambda number: pytest.fail("the work has begun"))
+    for words in (
+        ["train", "output.dir=/proc/trm"],
+        ["rollout", "--out", "/proc/trm"],
+        ["update", "--in", "step_00000.parquet", "--out", "/proc/trm"],
+        ["mask", "--in", "step_00000.parquet", "--out", "/proc/trm/masks.parquet"],
+    ):
+        assert main(words) == 2
+        assert "/proc: no file can be made there (" in capsys.readouterr().err
 
 
 def test_files_that_differ_in_their_ending_share_no_partial_file(tmp_path, monkeypatch):
     written = []
-    monkeypatch.setattr(pq, "write_table", lambda table, path, **kwargs: written.append(path) or path.touch())
+    real = pq.ParquetWriter
+    monkeypatch.setattr(pq, "ParquetWriter", lambda path, *args, **kw: written.append(path) or real(path, *args, **kw))
     write(tmp_path / "x.parquet")
     write(tmp_path / "x.json")
     assert len(set(written)) == 2
@@ -268,11 +288,11 @@ def test_a_write_that_fails_leaves_the_old_file_and_nothing_half_written(tmp_pat
     path = tmp_path / "masks.parquet"
     path.write_text("old")
 
-    def fail(table, partial, **kwargs):
+    def fail(partial, schema, **kwargs):
         partial.write_text("half")
         raise error
 
-    monkeypatch.setattr(pq, "write_table", fail)
+    monkeypatch.setattr(pq, "ParquetWriter", fail)
     with pytest.raises(InputError if isinstance(error, OSError) else type(error)) as raised:
         write(path)
     if isinstance(error, OSError):
@@ -369,3 +389,14 @@ def test_weights_of_another_architecture_are_refused_in_the_policy_and_in_the_sn
     narrow = own | {"model.norm.weight": torch.ones(5)}
     message = refusal(check_snapshots, dense.model, replace(mixed, snapshots=[(0, narrow)]), path)
     assert "(model.norm.weight is (5,) there and (32,) here)" in message
+
+
+def test_a_wrong_weight_version_is_named_by_its_row(tmp_path):
+    path = tmp_path / "step_00005.parquet"
+    rollouts = [replace(make_rollout(3), weight_version=3), replace(make_rollout(3), weight_version=3)]
+    check_versions(path, rollouts, 5, 2)
+    check_versions(path, [replace(rollouts[0], weight_version=0)], 1, 4)  # the first steps use the oldest there are
+    rollouts[1] = replace(rollouts[1], weight_version=4)
+    message = refusal(check_versions, path, rollouts, 5, 2)
+    assert message.startswith(f"{path}: row 1 was sampled from weight version 4, but step 5 with")
+    assert "rollout.staleness_steps=2 samples from version 3" in message

@@ -1,20 +1,23 @@
 import dataclasses
+import math
 
 import pytest
 import torch
 from torch.utils.flop_counter import FlopCounterMode
 from transformers import Qwen3Config, Qwen3ForCausalLM, Qwen3MoeConfig, Qwen3MoeForCausalLM
 
+from tests.unit.builders import make_rollout, tiny_policy
+from trm_repro.batch import RolloutBatch
 from trm_repro.capacity import (
     GPUS,
     Efficiency,
     ModelShape,
-    Trainer,
     Workload,
     stage_costs,
     stored_bytes_per_token,
-    trainer_memory,
 )
+from trm_repro.config_sections import LossConfig
+from trm_repro.steps import measure, surrogate_loss
 
 QWEN3_8B = ModelShape(
     hidden_size=4096,
@@ -37,15 +40,7 @@ DENSE = ModelShape(
     tie_word_embeddings=True,
 )
 EXPERTS = dataclasses.replace(DENSE, num_experts=6, num_experts_per_token=2, tie_word_embeddings=False)
-TRAINER = Trainer(
-    num_ranks=8,
-    optimizer_moments=2,
-    is_checkpointing=True,
-    is_offloading=False,
-    tokens_per_micro_batch=1000,
-    chunk_tokens=100,
-)
-WORK = Workload(num_sequences=16, prompt_tokens=10, response_tokens=90, num_epochs=1, is_exact=False)
+WORK = Workload(num_sequences=16, prompt_tokens=10, response_tokens=90, num_epochs=1, is_rebuilding=False)
 
 
 def build(shape: ModelShape) -> torch.nn.Module:
@@ -91,36 +86,13 @@ def test_idle_experts_cost_no_operations():
     assert one_more.flops_per_token - EXPERTS.flops_per_token == router
 
 
-def test_adamw_in_float32_takes_sixteen_bytes_a_parameter_over_all_ranks():
-    memory = trainer_memory(QWEN3_8B, TRAINER, engine_ranks=1, key_value_cache=5e9)
-    assert 8 * (memory.masters + memory.gradients + memory.optimizer) == 16 * QWEN3_8B.num_parameters
-    assert memory.engine_weights == 2 * QWEN3_8B.num_parameters
-    assert memory.sampling == memory.engine_weights + 5e9
-    assert memory.logit_chunk == 4 * 4 * 100 * 151936
-
-
-def test_checkpointing_saves_all_but_one_layers_inside():
-    shorter = trainer_memory(QWEN3_8B, TRAINER, engine_ranks=1, key_value_cache=0.0)
-    whole = trainer_memory(
-        QWEN3_8B, dataclasses.replace(TRAINER, is_checkpointing=False), engine_ranks=1, key_value_cache=0.0
-    )
-    inside = 1000 * 2 * (3 * 4096 + 2 * 4096 + 2 * 1024 + 3 * 12288)
-    assert whole.activations - shorter.activations == 35 * inside
-
-
-def test_offloading_leaves_no_masters_on_the_gpu():
-    memory = trainer_memory(
-        QWEN3_8B, dataclasses.replace(TRAINER, is_offloading=True), engine_ranks=1, key_value_cache=0.0
-    )
-    assert memory.masters == memory.gradients == memory.optimizer == memory.resident == 0
-
-
 def costs(work: Workload = WORK, **changes: object) -> dict[str, object]:
     arguments: dict[str, object] = {
         "num_gpus": 2,
         "engine_ranks": 1,
         "concurrent_sequences": 4,
         "is_checkpointing": False,
+        "is_half_precision": False,
         "efficiency": Efficiency(),
     }
     found = stage_costs(DENSE, work, GPUS["h200"], **(arguments | changes))
@@ -129,7 +101,9 @@ def costs(work: Workload = WORK, **changes: object) -> dict[str, object]:
 
 def test_stage_costs_by_hand():
     found = costs()
-    forward = 16 * 100 * DENSE.flops_per_token + 16 * DENSE.attention_flops(100)
+    head = 2 * 50 * 32
+    # The head sees the 90 response tokens of each of 16 sequences, the layers all 100.
+    forward = 16 * (100 * (DENSE.flops_per_token - head) + 90 * head + DENSE.attention_flops(100))
     # 8 sequences on each of 2 engines, 4 together: 2 waves of 90 decoding steps, each reading all bfloat16 weights.
     weights = 2 * 2 * 90 * 2 * DENSE.num_parameters
     cache = 16 * 90 * (10 + 45) * (2 * 3 * 2 * 16 * 2)
@@ -140,13 +114,66 @@ def test_stage_costs_by_hand():
     assert found["update"].seconds == pytest.approx(3 * forward / (2 * 989e12 * 0.4))
 
 
-def test_exact_divergences_cost_two_more_passes_of_the_head():
-    exact = costs(dataclasses.replace(WORK, is_exact=True))
-    assert exact["mask"].flops - costs()["mask"].flops == 2 * 2 * 50 * 32 * 16 * 90
+def test_rebuilt_distributions_cost_the_mask_one_more_pass_of_the_head():
+    rebuilt = costs(dataclasses.replace(WORK, is_rebuilding=True))
+    assert rebuilt["mask"].flops - costs()["mask"].flops == 2 * 50 * 32 * 16 * 90
 
 
-def test_checkpointing_costs_one_more_forward_pass():
-    assert costs(is_checkpointing=True)["update"].flops * 3 == costs()["update"].flops * 4
+def test_checkpointing_repeats_the_layers_forward_pass_and_half_precision_the_heads():
+    head = 2 * 50 * 32 * 16 * 90
+    layers = costs()["mask"].flops - head
+    assert costs(is_checkpointing=True)["update"].flops - costs()["update"].flops == layers
+    assert costs(is_half_precision=True)["update"].flops - costs()["update"].flops == head
+
+
+def test_mask_and_update_take_the_operations_that_a_counter_finds_in_the_code():
+    prompt, response, num_sequences = 6, 18, 4
+    policy = tiny_policy(tie_word_embeddings=False).train()
+    policy.model.set_attn_implementation("eager")
+    sizes = policy.model.config
+    shape = ModelShape(
+        hidden_size=sizes.hidden_size,
+        num_layers=sizes.num_hidden_layers,
+        num_attention_heads=sizes.num_attention_heads,
+        num_key_value_heads=sizes.num_key_value_heads,
+        head_dim=sizes.head_dim,
+        intermediate_size=sizes.intermediate_size,
+        vocab_size=sizes.vocab_size,
+        tie_word_embeddings=False,
+    )
+    work = Workload(
+        num_sequences=num_sequences,
+        prompt_tokens=prompt,
+        response_tokens=response,
+        num_epochs=1,
+        is_rebuilding=True,
+    )
+    head = torch.zeros(sizes.vocab_size, sizes.hidden_size)  # of a uniform rollout policy
+    known = {
+        "log_distribution": None,
+        "hidden": torch.zeros(response, sizes.hidden_size),
+        "logprobs": torch.full((response,), -math.log(sizes.vocab_size)),
+    }
+    rollouts = [
+        dataclasses.replace(make_rollout(response, prompt_length=prompt, advantage=1.0), **known)
+        for _ in range(num_sequences)
+    ]
+    batch = RolloutBatch.from_rollouts(rollouts, {0: head})
+    with FlopCounterMode(display=False) as mask:
+        measurement = measure(policy, batch, temperature=1.0, tokens_per_micro_batch=10_000)
+    batch = dataclasses.replace(batch, policy_normalizers=measurement.normalizers)
+    with FlopCounterMode(display=False) as update:
+        loss = surrogate_loss(policy, batch, LossConfig(), temperature=1.0, denominator=1.0)
+        loss.backward()
+    arguments = {"num_gpus": 1, "engine_ranks": 1, "concurrent_sequences": 4, "efficiency": Efficiency()}
+    planned = {
+        cost.stage: cost.flops
+        for cost in stage_costs(shape, work, GPUS["h200"], is_checkpointing=False, is_half_precision=False, **arguments)
+    }
+    # The counter takes attention as a full square; causal attention needs half of it.
+    square = num_sequences * shape.attention_flops(prompt + response)
+    assert mask.get_total_flops() == planned["mask"] + square
+    assert update.get_total_flops() == planned["update"] + 3 * square
 
 
 @pytest.mark.parametrize(

@@ -5,6 +5,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from torch.distributed.checkpoint.state_dict_saver import save
 
 from pipelines.checkpoint_files import METADATA, find_checkpoint, older, replace_checkpoint
 from trm_repro.errors import InputError
@@ -17,9 +18,9 @@ def write_file(path: Path, num_steps: int) -> None:
 
 
 def write_folder(path: Path, text: str) -> None:
-    path.mkdir()
-    (path / "__0_0.distcp").write_text(text)
-    (path / METADATA).write_text("where everything is")
+    save({"w": torch.ones(3), "optimizer": {"lr": 0.1}}, checkpoint_id=path, no_dist=True)
+    torch.save({"epoch": 1}, path / "meta.pt")
+    (path / "name").write_text(text)
 
 
 def names(folder: Path) -> list[str]:
@@ -41,8 +42,8 @@ def test_folders_rotate_as_files_do(tmp_path: Path):
     for text in ("first", "second", "third"):
         write_folder(partial, text)
         replace_checkpoint(partial, path, keep=2)
-    assert (path / "__0_0.distcp").read_text() == "third"
-    assert (older(path, 1) / "__0_0.distcp").read_text() == "second"
+    assert (path / "name").read_text() == "third"
+    assert (older(path, 1) / "name").read_text() == "second"
     assert names(tmp_path) == ["checkpoint.1.ckpt", "checkpoint.ckpt"]
 
 

@@ -10,16 +10,29 @@ from pipelines.cli import COMMANDS, main
 from tests.conftest import ROOT
 
 
-def test_help_imports_nothing_heavy():
+HEAVY = {"torch", "vllm", "mlflow", "transformers", "lightning", "pandas", "matplotlib", "scipy"}
+
+
+def imported_by(commands: list[list[str]]) -> tuple[set[str], str]:
+    """Run commands one after another in a fresh process; return the modules it has then, and what it printed."""
     code = (
         "import sys\nfrom pipelines.cli import main\n"
-        "try:\n    main(['--help'])\nexcept SystemExit:\n    pass\n"
-        "heavy = {'torch', 'vllm', 'mlflow', 'transformers', 'numpy', 'lightning', 'omegaconf'} & set(sys.modules)\n"
-        "sys.exit(str(heavy) if heavy else 0)"
+        f"for words in {commands!r}:\n    try:\n        main(words)\n    except SystemExit:\n        pass\n"
+        "sys.stderr.write(' '.join(sys.modules))"
     )
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT, check=False)
-    assert done.returncode == 0, done.stderr
-    assert all(name in done.stdout for name in COMMANDS)
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT, check=True)
+    return set(done.stderr.split()), done.stdout
+
+
+def test_help_imports_nothing_heavy():
+    modules, said = imported_by([["--help"]])
+    assert not modules & (HEAVY | {"numpy", "omegaconf"})
+    assert all(name in said for name in COMMANDS)
+
+
+def test_the_help_of_every_command_and_the_bounds_import_no_heavy_library():
+    modules, _ = imported_by([*([command, "--help"] for command in COMMANDS), ["bounds"]])
+    assert not modules & HEAVY
 
 
 @pytest.mark.parametrize("command", sorted(COMMANDS))

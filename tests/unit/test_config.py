@@ -145,6 +145,10 @@ def test_choices_are_those_of_the_dispatch_tables():
         ("update.learning_rate=1e30", "update.learning_rate must be >= 0 and at most"),
         ("loss.length_normalizer=1e-300", "loss.length_normalizer must be > 0"),
         ("seed=???", "seed=??? is no value"),
+        ("rollout.overlap=1", "rollout.overlap: expected true or false, got 1"),
+        ("rollout.overlap=0", "rollout.overlap: expected true or false, got 0"),
+        ("trainer.packing='true'", "trainer.packing: expected true or false, got 'true'"),
+        ("num_steps=true", "num_steps"),
         ("name=" + "x" * 400, "name must be letters"),
         ('output.dir="a\\0b"', "output.dir must be a path of printable text"),
     ],
@@ -173,6 +177,7 @@ def test_exact_mask_needs_full_distributions():
         (b"5\n", "expected a mapping"),
         (b"num_steps: 3\nnum_steps: 4\n", "line 2"),
         (b"a:\tb\n\tc", "line"),
+        (b"policy: {tie_word_embeddings: 1}\n", "policy.tie_word_embeddings: expected true or false, got 1"),
     ],
 )
 def test_wrong_file_is_refused_with_its_name(tmp_path: Path, content: bytes, said: str):

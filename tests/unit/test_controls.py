@@ -10,7 +10,7 @@ from pipelines.run_directory import RunDirectory
 from pipelines.spool import MetricsSpool, SpoolEntry
 from pipelines.tracking import Tracker
 from pipelines.tracking_reader import read_experiment
-from pipelines.train import reference_updates
+from pipelines.training import reference_updates
 from trm_repro.config import RunConfig, arm_names, load_arm, load_config
 from trm_repro.errors import InputError
 from trm_repro.steps import ReferenceUpdate
@@ -87,7 +87,7 @@ def test_a_control_waits_for_its_arm_and_gets_what_it_did(tmp_path: Path):
     third = schedule.next_job()
     assert third is not None
     assert third[1].name == "length_as_trm_avg_0.001/seed_2"
-    assert third[0].reference == {
+    assert reference_updates(third[0].config) == {
         0: [
             ReferenceUpdate(num_kept=2, rejected_lengths=(7,)),
             ReferenceUpdate(num_kept=1, rejected_lengths=(9, 31)),

@@ -6,9 +6,11 @@ from pathlib import Path
 
 import pytest
 
-from pipelines import doctor
+from pipelines import doctor, environment
 from pipelines.cli import main
+from pipelines.training import starting_policy
 from trm_repro.config import RunConfig, load_config
+from trm_repro.errors import InputError
 
 
 def findings(check, *overrides: str) -> list[doctor.Finding]:
@@ -67,6 +69,22 @@ def test_the_hub_matters_only_to_a_run_that_needs_it(monkeypatch: pytest.MonkeyP
     assert [f.status for f in findings(doctor.check_hub)] == ["ok"]
     assert [f.status for f in findings(doctor.check_hub, "policy.path=Some/Model")] == ["fail"]
     assert [f.status for f in findings(doctor.check_hub, f"policy.path={tmp_path}")] == ["ok"]
+
+
+def test_flash_attention_fails_where_its_package_is_not_installed(monkeypatch: pytest.MonkeyPatch):
+    flash = [
+        *("trainer.attention=flash_attention_2", "trainer.accelerator=gpu", "trainer.compute_dtype=bfloat16"),
+        "rollout.engine=transformers",
+    ]
+    monkeypatch.setattr(environment.importlib.util, "find_spec", lambda name: None)
+    found = findings(doctor.check_attention, *flash)
+    assert [(f.status, f.detail) for f in findings(doctor.check_attention)] == [("ok", "sdpa")]
+    assert [f.status for f in found] == ["fail"]
+    assert found[0].mend == "install it or set trainer.attention=sdpa trainer.packing=false"
+    with pytest.raises(InputError, match=r"trainer\.attention=flash_attention_2: the flash-attn package"):
+        starting_policy(load_config([], [*flash, "policy.path=/nowhere"]))
+    monkeypatch.setattr(environment.importlib.util, "find_spec", lambda name: name)
+    assert [f.status for f in findings(doctor.check_attention, *flash)] == ["ok"]
 
 
 def test_too_little_memory_and_disk_come_with_a_mend(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):

@@ -1,6 +1,7 @@
 """Conditions under which a run stops, and responses that an engine must not return."""
 
 import dataclasses
+from pathlib import Path
 
 import pytest
 import torch
@@ -11,6 +12,7 @@ from trm_repro.health import ENTROPY, KEPT, MIXED, NONFINITE, health_problem
 from trm_repro.rollout.completion_checks import check_completions
 from trm_repro.rollout.engine import Completion, SamplingRequest, SamplingSettings
 
+FAULTS = Path("runs/ppo_clip/seed_1/faults")
 FINE = {KEPT: 0.8, ENTROPY: 1.0, MIXED: 0.5, NONFINITE: 0.0}
 
 
@@ -20,22 +22,26 @@ FINE = {KEPT: 0.8, ENTROPY: 1.0, MIXED: 0.5, NONFINITE: 0.0}
         (HealthConfig(patience=3, acceptance_floor=0.1), {KEPT: 0.09}, "less than 0.1 of the sequences was kept"),
         (HealthConfig(patience=3, entropy_floor=0.05), {ENTROPY: 0.04}, "entropy was below 0.05 nats"),
         (HealthConfig(patience=3, stop_without_variance=True), {MIXED: 0.0}, "no group had differing rewards"),
-        (HealthConfig(patience=9, max_nonfinite_steps=3), {NONFINITE: 1.0}, "not finite in each of the last 3 steps"),
+        (
+            HealthConfig(patience=9, max_nonfinite_steps=3),
+            {NONFINITE: 1.0},
+            f"last 3 steps; the batches are in {FAULTS}",
+        ),
     ],
 )
 def test_a_run_stops_only_when_a_condition_held_for_all_the_last_steps(config, bad: dict[str, float], wanted: str):
     sick = FINE | bad
-    assert health_problem([FINE, sick, sick], config) is None
-    assert health_problem([sick, sick, FINE], config) is None
-    assert health_problem([sick, FINE, sick, sick], config) is None
-    assert wanted in (health_problem([FINE, sick, sick, sick], config) or "")
-    assert health_problem([sick] * 2, config) is None
+    assert health_problem([FINE, sick, sick], config, FAULTS) is None
+    assert health_problem([sick, sick, FINE], config, FAULTS) is None
+    assert health_problem([sick, FINE, sick, sick], config, FAULTS) is None
+    assert wanted in (health_problem([FINE, sick, sick, sick], config, FAULTS) or "")
+    assert health_problem([sick] * 2, config, FAULTS) is None
 
 
 def test_by_default_only_what_is_not_finite_stops_a_run():
     dead = {KEPT: 0.0, ENTROPY: 0.0, MIXED: 0.0, NONFINITE: 0.0}
-    assert health_problem([dead] * 500, HealthConfig()) is None
-    assert health_problem([dead | {NONFINITE: 2.0}] * 3, HealthConfig()) is not None
+    assert health_problem([dead] * 500, HealthConfig(), FAULTS) is None
+    assert health_problem([dead | {NONFINITE: 2.0}] * 3, HealthConfig(), FAULTS) is not None
 
 
 REQUESTS = [SamplingRequest(prompt_ids=(1,), seed=0)]

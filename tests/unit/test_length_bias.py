@@ -1,6 +1,8 @@
 """Table 2 and the token-level figure: counts by hand, predictions by formula."""
 
 import dataclasses
+import json
+import math
 
 import numpy as np
 import pytest
@@ -8,6 +10,8 @@ import torch
 
 from evaluation.length_bias import LengthSample, draw_length_bias, length_rows, length_table, rows_by_seed
 from evaluation.token_level import LABELS, draw_token_level
+from pipelines.lengths import parse_length_rows
+from trm_repro.errors import InputError
 
 
 def sample(size: int, lengths: list[int], violating: list[int], kept: list[bool]) -> LengthSample:
@@ -81,3 +85,36 @@ def test_token_level_figure_shows_a_ratio_of_900_under_ppo_clip_and_none_under_t
     largest = {line.get_label(): np.asarray(line.get_ydata()) for line in kl_axes.get_lines()}
     assert np.array_equal(largest[LABELS["ppo_clip"]], largest[LABELS["no_mask"]])
     assert largest[LABELS["trm_max"]].max() <= 0.05
+
+
+ROW = dataclasses.asdict(length_rows(SAMPLES, threshold=0.05, seed=1)[0])
+
+
+def test_rows_come_back_from_their_file_as_they_were_written():
+    rows = length_rows(SAMPLES, threshold=0.05, seed=1)
+    content = json.dumps([dataclasses.asdict(row) for row in rows]).encode()
+    assert parse_length_rows(content, "here") == rows
+
+
+@pytest.mark.parametrize(
+    "rows",
+    [
+        "not a list",
+        [],
+        [3],
+        [{"seed": 1}],
+        [ROW | {"seed": "1"}],
+        [ROW | {"num_operands": 2.5}],
+        [ROW | {"mean_length": None}],
+        [ROW | {"mean_length": math.nan}],
+        [ROW | {"predicted_rejection": 1.5}],
+        [ROW | {"rejection": [0.5]}],
+        [ROW | {"rejection": {"gate": "half"}}],
+        [ROW, ROW | {"rejection": {"another": 0.5}}],
+    ],
+)
+def test_a_damaged_file_of_rows_is_told_in_one_line_that_names_it(rows):
+    with pytest.raises(InputError, match=r"^figures/table_2\.json: is no table of rejection .* make them again$"):
+        parse_length_rows(json.dumps(rows).encode(), "figures/table_2.json")
+    with pytest.raises(InputError, match="is no table of rejection"):
+        parse_length_rows(json.dumps([ROW]).encode()[:-9], "figures/table_2.json")

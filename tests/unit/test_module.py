@@ -6,7 +6,7 @@ import inspect
 import pytest
 import torch
 
-from pipelines.train import build_trainer
+from pipelines.training import build_trainer
 from trm_repro.batch import Rollout
 from trm_repro.config import RunConfig, load_arm
 from trm_repro.datamodule import RolloutDataModule, minibatches

@@ -9,6 +9,7 @@ from trm_repro.config import RunConfig
 from trm_repro.errors import FaultError
 from trm_repro.rollout import Completion, Probe, probe_contexts
 from trm_repro.rollout.precision import round_weight
+from trm_repro.rollout.probe import CACHE_BLOCK_TOKENS, NUM_LONG_CONTEXTS, long_probe_contexts
 from trm_repro.rollout.sampler import chain_probe_contexts
 from trm_repro.rollout.synced_engine import SyncedEngine, policy_weights
 
@@ -20,7 +21,8 @@ class FakeEngine:
     """Answers with the rounded weights it holds, its rounding error magnified.
 
     The divergence grows with the square of ``magnification``; 1 is what rounding alone makes. ``is_deaf`` engines
-    keep their weights whatever they are sent. ``num_flipped`` contexts get another answer.
+    keep their weights whatever they are sent, ``is_deaf_to_head`` ones their output head. ``num_flipped`` contexts get
+    another answer. ``keeps_cache`` engines answer a long prompt that they have seen as they did then.
     """
 
     vocab_size = VOCAB_SIZE
@@ -29,7 +31,8 @@ class FakeEngine:
         self.model = policy.model
         self.precision = precision
         self.magnification = magnification
-        self.is_deaf = False
+        self.is_deaf = self.is_deaf_to_head = self.keeps_cache = False
+        self.head, self.cache = None, {}
         self.num_flipped = 0
         self.load_weights(policy_weights(policy))
 
@@ -37,18 +40,28 @@ class FakeEngine:
         if not self.is_deaf:
             self.weights = dict(weights)
             self.rounded = {name: round_weight(name, weight, self.precision) for name, weight in weights.items()}
+            if not (self.is_deaf_to_head and self.head is not None):
+                self.head = weights.get("lm_head.weight", weights["model.embed_tokens.weight"])
+        if not self.keeps_cache:
+            self.cache = {}
 
     @torch.no_grad()
     def sample(self, requests, settings):
-        assert (settings.max_tokens, settings.distribution) == (1, "full")
+        assert settings.max_tokens == 1
+        prompts = [torch.tensor(request.prompt_ids) for request in requests]
+        padded = torch.nn.utils.rnn.pad_sequence(prompts, batch_first=True)  # what follows a prompt does not change it
+        inputs = {"input_ids": padded, "output_hidden_states": True}
+        outputs = [functional_call(self.model, weights, kwargs=inputs) for weights in (self.weights, self.rounded)]
         completions = []
         for index, request in enumerate(requests):
-            inputs = {"input_ids": torch.tensor([request.prompt_ids])}
-            exact, rounded = (
-                functional_call(self.model, weights, kwargs=inputs).logits[0, -1].float()
-                for weights in (self.weights, self.rounded)
-            )
+            last = len(request.prompt_ids) - 1
+            hidden = outputs[1].hidden_states[-1][index, last][None]
+            exact, rounded = (output.logits[index, last].float() for output in outputs)
+            if self.is_deaf_to_head:
+                exact = rounded = (hidden.float() @ self.head.T)[0]
             logits = exact + self.magnification * (rounded - exact)
+            if len(request.prompt_ids) > CACHE_BLOCK_TOKENS:
+                logits = self.cache.setdefault(request.prompt_ids, logits)
             if index < self.num_flipped:
                 logits = logits.flip(0)
             log_distribution = torch.log_softmax(logits, dim=-1)[None]
@@ -56,7 +69,8 @@ class FakeEngine:
                 Completion(
                     token_ids=(0,),
                     logprobs=log_distribution[:, 0],
-                    log_distribution=log_distribution,
+                    log_distribution=log_distribution if settings.distribution == "full" else None,
+                    hidden=hidden if settings.distribution == "hidden" else None,
                     finished=False,
                 )
             )
@@ -220,6 +234,54 @@ def test_after_a_failed_sync_a_synced_engine_holds_nothing_and_is_loaded_again(p
     synced.sync(first, run="a", version=1)
     assert engine.weights is not held
     assert synced.holds == ("a", 1)
+
+
+def synced(policy, **settings):
+    """An engine that holds the policy's weights, with long contexts in its probe."""
+    engine = FakeEngine(policy, **settings)
+    long_contexts = long_probe_contexts(CONTEXTS, 200)
+    probe = Probe(policy, CONTEXTS, "bfloat16", FACTOR, long_contexts=long_contexts)
+    return SyncedEngine(engine, probe, probe.start(engine, policy_weights(policy)))
+
+
+def test_each_way_to_be_stale_is_told_by_its_name(policy):
+    weights = trained(policy, rate=0.3)
+    for fault, told in (
+        ("is_deaf", r"it answers as before: the sync did not reach it"),
+        ("is_deaf_to_head", r"the output head, lm_head\.weight, did not reach it"),
+        ("keeps_cache", r"contexts of more than 128 tokens \(its prefix cache, .* was not emptied"),
+    ):
+        engine = synced(policy)
+        setattr(engine.engine, fault, True)
+        with pytest.raises(FaultError, match=f"stale weights: after the sync of weight version 4 .*{told}"):
+            engine.sync(weights, run="a", version=4)
+        setattr(engine.engine, fault, False)
+        engine.sync(weights, run="a", version=4)
+
+
+def test_weights_that_are_wrong_in_no_known_way_are_only_called_stale(policy):
+    engine = synced(policy)
+    engine.engine.load_weights(trained(policy, rate=0.5))
+    engine.engine.is_deaf = True
+    with pytest.raises(FaultError, match=r"5 times its own noise; nothing was trained"):
+        engine.sync(trained(policy, rate=0.3), run="a", version=1)
+
+
+def test_a_cache_that_nothing_filled_is_filled_before_the_sync(policy):
+    """Rollouts may have pushed the last probe's keys and values out of the cache."""
+    engine = synced(policy)
+    engine.engine.keeps_cache = True
+    engine.engine.cache = {}
+    with pytest.raises(FaultError, match="was not emptied"):
+        engine.sync(trained(policy, rate=0.3), run="a", version=1)
+
+
+def test_long_contexts_fill_a_block_and_fit_the_engine():
+    for max_length in (130, 131, 500):
+        contexts = long_probe_contexts(CONTEXTS, max_length)
+        assert len(set(contexts)) == NUM_LONG_CONTEXTS
+        assert all(CACHE_BLOCK_TOKENS < len(context) < max_length for context in contexts)
+    assert long_probe_contexts(CONTEXTS, 129) == []
 
 
 def test_contexts_are_beginnings_of_the_texts_taken_in_turn():

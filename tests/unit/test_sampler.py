@@ -36,6 +36,7 @@ class ScriptedEngine:
     """Writes out the right solution to every second request, a wrong one to the others, and remembers the requests."""
 
     vocab_size = len(TOKENIZER)
+    stop_ids = ()  # it goes on after an ending token, so that the cut-off response has tokens
 
     def __init__(self, *, num_lost=0):
         self.num_lost = num_lost

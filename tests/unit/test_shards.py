@@ -1,6 +1,7 @@
 import json
 import math
 from dataclasses import replace
+from pathlib import Path
 
 import pyarrow as pa
 import pyarrow.parquet as pq
@@ -8,6 +9,7 @@ import pytest
 import torch
 
 from tests.unit.builders import make_rollout
+from trm_repro import shards
 from trm_repro.errors import InputError
 from trm_repro.shards import (
     MASK_SCHEMA,
@@ -210,3 +212,27 @@ def test_a_distribution_that_only_some_rollouts_carry_is_refused_and_not_lost(tm
     rollouts = [replace(make_rollout(2), log_distribution=None), make_rollout(2)]
     with pytest.raises(ValueError, match="log_distribution"):
         write_rollouts(tmp_path / "step.parquet", rollouts, 0)
+
+
+def test_rollouts_are_written_and_read_a_group_of_bounded_size_at_a_time(tmp_path: Path, monkeypatch):
+    # 3, 6, 5, 2 and 9 tokens: 4 bytes of log-prob and 2 * 4 of hidden state each, in groups of at most 100 bytes.
+    rollouts = [
+        replace(make_rollout(length, seed=length), log_distribution=None, hidden=torch.randn(length, 4).bfloat16())
+        for length in (3, 6, 5, 2, 9)
+    ]
+    monkeypatch.setattr(shards, "GROUP_BYTES", 100)
+    path = tmp_path / "shard.parquet"
+    write_rollouts(path, rollouts, 3)
+    file = pq.ParquetFile(path)
+    assert [file.metadata.row_group(group).num_rows for group in range(file.num_row_groups)] == [1, 1, 2, 1]
+    at_once = []
+    read = pq.ParquetFile.read_row_group
+    monkeypatch.setattr(
+        pq.ParquetFile, "read_row_group", lambda *args: at_once.append(read(*args).num_rows) or read(*args)
+    )
+    monkeypatch.setattr(pq, "read_table", None)
+    found, step = read_rollouts(path)
+    assert (step, at_once) == (3, [1, 1, 2, 1])
+    for one, other in zip(found, rollouts, strict=True):
+        assert one.response_ids == other.response_ids
+        assert torch.equal(one.hidden, other.hidden)

@@ -3,9 +3,14 @@
 import itertools
 from dataclasses import replace
 
+import pytest
 import torch
 
-from tests.unit.builders import make_batch, tiny_policy
+from tests.unit.builders import make_batch, make_rollout, tiny_policy
+from trm_repro import ranks
+from trm_repro.batch import RolloutBatch
+from trm_repro.config import load_config
+from trm_repro.datamodule import RolloutDataModule
 from trm_repro.shares import Share, divide, measure_shared, merge_measurements, move
 from trm_repro.steps import measure
 
@@ -53,6 +58,33 @@ def test_a_part_has_the_advantages_of_the_batch_and_the_distributions_of_the_sha
     assert part.advantages.tolist() == [12.0, 14.0]
     assert part.rollout_log_distribution.shape[0] == 5 + 8  # response tokens
     assert share.part(rows(bare, [0, 3])) is None
+
+
+def test_a_share_in_the_order_of_lengths_measures_the_same():
+    policy = tiny_policy()
+    rollouts = [make_rollout(length, prompt_length=2, seed=length) for length in (9, 3, 7, 1)]
+    batch = replace(RolloutBatch.from_rollouts(rollouts), advantages=torch.arange(4.0))
+    order = [3, 1, 2, 0]
+    by_length = RolloutBatch.from_rollouts([rollouts[index] for index in order])
+    share = Share(replace(by_length, sequence_ids=torch.tensor(order)))
+    assert share.part(batch).advantages.tolist() == [3.0, 1.0, 2.0, 0.0]
+    shared = measure_shared(policy, batch, share, **OPTIONS)
+    torch.testing.assert_close(shared.kl, measure(policy, batch, **OPTIONS).kl, atol=1e-6, rtol=0)
+
+
+def test_the_data_module_lays_a_ranks_sequences_in_the_order_of_their_lengths(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(ranks, "num_ranks", lambda: 2)
+    monkeypatch.setattr(ranks, "broadcast", lambda item: item)
+    monkeypatch.setattr(ranks, "deal", lambda make: make(0))
+    rollouts = [make_rollout(length, seed=length) for length in (9, 3, 7, 1, 5, 8, 2, 4)]
+    config = load_config([], ["rollout.num_prompts=2", "rollout.group_size=4", "update.num_updates_per_rollout=2"])
+    data = RolloutDataModule(config, None, run_name="t", stored=rollouts)
+    batches = data._divided(rollouts, 0)
+    assert len(batches) == 2
+    lengths = data.share.sequences.response_lengths.tolist()
+    assert len(lengths) == 4
+    assert lengths == sorted(lengths)
+    assert lengths == [len(rollouts[index].response_ids) for index in data.share.sequences.sequence_ids.tolist()]
 
 
 def test_the_filler_is_the_shortest_sequence():

@@ -31,6 +31,7 @@ def record_of(lengths: list[int], kl: list[list[float]] | None, ratios: list[lis
         policy_logprobs=batch.rollout_logprobs + log_ratio,
         log_ratio=log_ratio,
         entropy=torch.zeros_like(log_ratio),
+        normalizers=torch.zeros_like(log_ratio),
         kl=kl_tensor,
         total_variation=None if kl_tensor is None else (kl_tensor / 2).sqrt(),
         is_flipped=None,

@@ -7,12 +7,15 @@ from pathlib import Path
 
 import pytest
 
-from pipelines import study
+from pipelines import study_plan
 from pipelines.cli import main
 from pipelines.spool import MetricsSpool, SpoolEntry
-from trm_repro.config import CONF_DIR
+from trm_repro.config import CONF_DIR, load_config
 
 CELL = "{name: a, stage: screen, arms: [ppo_clip], seeds: [3], settings: [num_steps=2]}"
+
+
+HYPOTHESIS = "{text: it lasts, parts: [{quantity: final score, arm: ppo_clip}]}"
 
 
 def write(tmp_path: Path, text: str) -> Path:
@@ -22,9 +25,9 @@ def write(tmp_path: Path, text: str) -> Path:
 
 
 def test_every_run_of_the_shipped_study_has_a_valid_configuration(tmp_path: Path):
-    shared, cells = study.read_study(CONF_DIR / "study.yaml")
+    shared, cells = study_plan.read_study(CONF_DIR / "study.yaml")
     for cell in cells:
-        assert list(study.cell_runs(dataclasses.replace(cell, seeds=cell.seeds[:1]), shared, tmp_path))
+        assert list(study_plan.cell_runs(dataclasses.replace(cell, seeds=cell.seeds[:1]), shared, tmp_path))
 
 
 @pytest.mark.parametrize(
@@ -39,6 +42,10 @@ def test_every_run_of_the_shipped_study_has_a_valid_configuration(tmp_path: Path
         ("cells: [{name: a, stage: confirm, arms: [x], seeds: [1]}]", "needs its hypotheses"),
         (f"cells: [{CELL}, {CELL}]", "two cells have the same name"),
         ("cells: [", "cannot be read as YAML"),
+        (f"cells: [{CELL[:-1]}, hypotheses: [it lasts]}}]", "expected a text and a list of parts"),
+        (f"cells: [{CELL[:-1]}, hypotheses: [{{text: t, parts: [{{arm: x}}]}}]}}]", "a part has the keys"),
+        (f"cells: [{CELL[:-1]}, hypotheses: [{HYPOTHESIS.replace('ppo_clip', 'gspo')}]}}]", "gspo is not among"),
+        (f"cells: [{CELL[:-1]}, hypotheses: [{HYPOTHESIS.replace('final', 'best')}]}}]", "quantity must be one of"),
         ("cells: [{name: a, stage: screen, arms: [nobody], seeds: [1]}]", "unknown arm 'nobody'"),
         ("cells: [{name: a, stage: screen, arms: [ppo_clip], seeds: [1], settings: [no.key=1]}]", "unknown key"),
     ],
@@ -53,27 +60,28 @@ def test_a_wrong_study_is_refused_before_anything_runs(
     assert not (tmp_path / "out").exists()
 
 
-def test_collect_writes_a_row_a_run_and_a_row_a_value(tmp_path: Path):
+def test_collect_writes_a_row_a_run_and_a_row_a_step(tmp_path: Path):
     file = write(tmp_path, f"settings: [seed=0]\ncells: [{CELL}]")
     spool = MetricsSpool(tmp_path / "out" / "a" / "ppo_clip" / "seed_3" / "metrics.jsonl")
     spool.append(SpoolEntry(step=0, kind="evaluate", time=1.0, metrics={"score/greedy": 0.25}))
     spool.append(SpoolEntry(step=1, kind="train", time=2.0, metrics={"divergence/ppl_gap": 1 / 3, "other/thing": 1.0}))
     assert main(["study", str(file), "--out", str(tmp_path / "out"), "--collect"]) == 0
     with (tmp_path / "out" / "points.csv").open() as lines:
-        points = list(csv.reader(lines))
+        points = list(csv.DictReader(lines))
     with (tmp_path / "out" / "runs.csv").open() as lines:
         runs = list(csv.DictReader(lines))
-    assert points[1:] == [
-        ["a", "ppo_clip", "3", "score/greedy", "0", "0.25"],
-        ["a", "ppo_clip", "3", "divergence/ppl_gap", "1", "0.333333"],
-    ]
+    by_step = {point["step"]: point for point in points}
+    assert by_step["0"]["score/greedy"] == "0.25"
+    assert (by_step["1"]["score/greedy"], by_step["1"]["divergence/ppl_gap"]) == ("", "0.33333")
+    assert "other/thing" not in points[0]
     assert [(run["cell"], run["num_steps"], run["is_finished"]) for run in runs] == [("a", "1", "0")]
     assert runs[0]["settings"] == "seed=0 num_steps=2"
+    assert (runs[0]["seconds"], runs[0]["optimizer"], runs[0]["max_operands"]) == ("1", "sgd", "14")
 
 
 def test_a_cells_command_is_a_reproduce_of_its_own(tmp_path: Path):
-    shared, cells = study.read_study(write(tmp_path, f"settings: [num_threads=1]\ncells: [{CELL}]"))
-    words = study.cell_command(cells[0], shared, Path("out"))
+    shared, cells = study_plan.read_study(write(tmp_path, f"settings: [num_threads=1]\ncells: [{CELL}]"))
+    words = study_plan.cell_command(cells[0], shared, Path("out"))
     assert words[3:] == [
         "reproduce",
         "num_threads=1",
@@ -84,3 +92,12 @@ def test_a_cells_command_is_a_reproduce_of_its_own(tmp_path: Path):
         "reproduce.seeds=[3]",
     ]
     assert json.dumps(words)
+
+
+def test_what_is_expected_of_a_cell_goes_into_the_configuration_that_is_recorded_before_its_runs(tmp_path: Path):
+    text = f"cells: [{CELL[:-1]}, hypotheses: [{HYPOTHESIS}]}}]"
+    shared, (cell,) = study_plan.read_study(write(tmp_path, text))
+    words = study_plan.cell_command(cell, shared, Path("out"))
+    recorded = load_config([], words[4:]).reproduce.hypotheses
+    assert recorded[0] == "it lasts [final score, ppo_clip > 0 (mean over seeds)]"
+    assert "definition: collapse: score below 0.5 of its start at 4 evaluations running" in recorded

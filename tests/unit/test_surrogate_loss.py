@@ -1,4 +1,4 @@
-"""The loss whose gradients are formed token by token is the loss on whole sequences."""
+"""The loss with the normalizers that the mask pass found is the loss without them."""
 
 from dataclasses import replace
 
@@ -7,47 +7,57 @@ import torch
 
 from tests.unit.builders import make_batch, near_policy, tiny_policy
 from trm_repro.config_sections import LossConfig
-from trm_repro.divergence import log_ratio
-from trm_repro.losses import OBJECTIVES, OF_SEQUENCES, reduce_objective
-from trm_repro.steps import clip_range, surrogate_loss
+from trm_repro.errors import FaultError
+from trm_repro.losses import OBJECTIVES
+from trm_repro.steps import measure, surrogate_loss
+
+SETTINGS = {"temperature": 0.8}
 
 
-def on_whole_sequences(policy, batch, config, *, temperature, denominator):
-    ratio = log_ratio(batch.dense(policy(batch, temperature=temperature).logprobs), batch.rollout_logprobs)
-    objective = OBJECTIVES[config.name](ratio, batch.response_mask, batch.advantages, clip_range(config))
-    if batch.token_weights is not None:
-        objective = objective * batch.token_weights
-    return reduce_objective(
-        objective, batch.response_mask, denominator=denominator, length_normalizer=config.length_normalizer
-    )
+def scene():
+    policy = tiny_policy(tie_word_embeddings=False)
+    batch = near_policy(make_batch([(3, 4), (2, 7), (4, 1)]), policy, torch.tensor([0.05, 0.1, 0.1]), **SETTINGS)
+    return policy, batch
+
+
+def loss_and_gradients(batch, config):
+    policy = tiny_policy(tie_word_embeddings=False)
+    loss = surrogate_loss(policy, batch, config, denominator=5.0, **SETTINGS)
+    loss.backward()
+    return loss.detach(), [weight.grad for weight in policy.parameters()]
 
 
 @pytest.mark.parametrize("is_weighed", [False, True])
 @pytest.mark.parametrize("name", sorted(OBJECTIVES))
-def test_loss_and_gradients_of_every_objective_are_those_on_whole_sequences(name, is_weighed):
-    start = tiny_policy(tie_word_embeddings=False)
-    batch = near_policy(make_batch([(3, 4), (2, 7), (4, 1)]), start, torch.tensor([0.05, 0.1, 0.1]), temperature=0.8)
+def test_loss_and_gradients_of_every_objective_are_the_same_with_the_measured_normalizers(name, is_weighed):
+    policy, batch = scene()
     if is_weighed:
         batch = replace(batch, token_weights=torch.rand(batch.response_mask.shape, generator=torch.Generator()))
+    measurement = measure(policy, batch, tokens_per_micro_batch=20, **SETTINGS)
+    measured = replace(batch, policy_normalizers=measurement.normalizers).select(torch.tensor([True, True, False]))
     config = LossConfig(name=name, length_normalizer=10.0)
-    results = []
-    for function in (surrogate_loss, on_whole_sequences):
-        policy = tiny_policy(tie_word_embeddings=False)
-        loss = function(policy, batch, config, temperature=0.8, denominator=5.0)
-        loss.backward()
-        results.append((loss.detach(), [weight.grad for weight in policy.parameters()]))
-    (loss, gradients), (expected, expected_gradients) = results
+    loss, gradients = loss_and_gradients(measured, config)
+    expected, expected_gradients = loss_and_gradients(replace(measured, policy_normalizers=None), config)
     torch.testing.assert_close(loss, expected)
     assert float(expected_gradients[-1].abs().max()) > 0
     for gradient, wanted in zip(gradients, expected_gradients, strict=True):
         torch.testing.assert_close(gradient, wanted, atol=1e-6, rtol=1e-4)
 
 
-def test_only_the_named_objectives_let_a_tokens_value_depend_on_another_token():
-    ratio, mask = torch.tensor([[0.1, -0.2, 0.15]]), torch.ones(1, 3, dtype=torch.bool)
-    changed = torch.tensor([[0.1, -0.2, 0.05]])
-    for name, objective in OBJECTIVES.items():
-        first, second = (
-            objective(values, mask, torch.tensor([1.0]), clip_range(LossConfig())) for values in (ratio, changed)
-        )
-        assert (not torch.equal(first[:, :2], second[:, :2])) == (name in OF_SEQUENCES)
+def test_normalizers_of_other_weights_stop_the_update_instead_of_spoiling_it():
+    policy, batch = scene()
+    with torch.no_grad():
+        policy.model.lm_head.weight.mul_(1.5)
+    normalizers = measure(policy, batch, tokens_per_micro_batch=20, **SETTINGS).normalizers
+    with pytest.raises(FaultError, match=r"add up to .*, not 1: .* other weights"):
+        loss_and_gradients(replace(batch, policy_normalizers=normalizers), LossConfig())
+
+
+def test_in_half_precision_the_normalizers_of_another_pass_are_not_used():
+    policy, batch = scene()
+    policy.to(torch.bfloat16)
+    wrong = torch.full_like(batch.rollout_logprobs, 100.0)
+    logprobs = [
+        policy(replace(batch, policy_normalizers=normalizers), **SETTINGS).logprobs for normalizers in (wrong, None)
+    ]
+    assert torch.equal(*logprobs)

@@ -7,7 +7,8 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from trm_repro.certified import TopLogprobs
 from trm_repro.divergence import exact_kl_divergence, exact_total_variation
-from trm_repro.vocab import HiddenRollout, chunks, token_logprobs, token_objective, token_statistics
+from trm_repro.errors import FaultError
+from trm_repro.vocab import HiddenRollout, chunks, token_logprobs, token_statistics
 
 NUM_TOKENS, HIDDEN, VOCAB = 7, 5, 13
 
@@ -151,11 +152,11 @@ def many_tokens():
     return hidden, head_weight, torch.randint(50, (40,), generator=generator)
 
 
-def surrogate(logprobs, tokens):
+def surrogate(logprobs):
     """An objective of the kind losses have: an advantage times the exponential of a log-ratio."""
-    rollout_logprobs = torch.linspace(-3.0, -1.0, NUM_TOKENS, dtype=logprobs.dtype)[tokens]
-    advantages = torch.tensor([1.0, -0.5, 2.0, 0.0, -1.0, 0.3, 1.5], dtype=logprobs.dtype)[tokens]
-    return advantages * torch.exp(logprobs - rollout_logprobs)
+    rollout_logprobs = torch.linspace(-3.0, -1.0, NUM_TOKENS, dtype=logprobs.dtype)
+    advantages = torch.tensor([1.0, -0.5, 2.0, 0.0, -1.0, 0.3, 1.5], dtype=logprobs.dtype)
+    return (advantages * torch.exp(logprobs - rollout_logprobs)).sum()
 
 
 @pytest.mark.parametrize("chunk_tokens", [1, 3, 7, 100])
@@ -169,43 +170,60 @@ def test_log_prob_gradients_pass_gradcheck_in_float64(inputs, chunk_tokens, tile
 
 
 @pytest.mark.parametrize("chunk_tokens", [1, 3, 7, 100, None])
-def test_an_objectives_gradients_formed_in_the_forward_pass_equal_autograds_of_the_naive_form(inputs, chunk_tokens):
+@pytest.mark.parametrize("is_given", [False, True])
+def test_log_probs_and_gradients_equal_autograds_of_the_naive_form(inputs, chunk_tokens, is_given):
     hidden, head_weight, token_ids, _ = (value.double() if value.is_floating_point() else value for value in inputs)
+    normalizers = (hidden @ head_weight.T / 0.7).logsumexp(dim=-1) if is_given else None
 
     def naive(h, w):
-        logprobs = torch.log_softmax(h @ w.T / 0.7, dim=-1).gather(-1, token_ids[:, None])[:, 0]
-        return surrogate(logprobs, slice(None)).sum(), logprobs
+        return torch.log_softmax(h @ w.T / 0.7, dim=-1).gather(-1, token_ids[:, None])[:, 0]
 
     def ours(h, w):
-        return token_objective(h, w, token_ids, surrogate, temperature=0.7, chunk_tokens=chunk_tokens)
+        settings = {"temperature": 0.7, "chunk_tokens": chunk_tokens, "normalizers": normalizers}
+        return token_logprobs(h, w, token_ids, **settings)
 
     results = []
     for function in (naive, ours):
         leaves = hidden.clone().requires_grad_(), head_weight.clone().requires_grad_()
-        total, logprobs = function(*leaves)
-        (-0.25 * total).backward()
-        results.append((total.detach(), logprobs.detach(), leaves[0].grad, leaves[1].grad))
+        logprobs = function(*leaves)
+        (-0.25 * surrogate(logprobs)).backward()
+        results.append((logprobs.detach(), leaves[0].grad, leaves[1].grad))
     for expected, value in zip(*results, strict=True):
         torch.testing.assert_close(value, expected, atol=1e-12, rtol=1e-12)
 
 
-def test_an_objective_forms_gradients_for_the_inputs_that_need_them_only(inputs):
+def test_the_normalizers_of_the_statistics_are_those_that_log_probs_need(inputs):
+    hidden, head_weight, token_ids, _ = inputs
+    normalizers = token_statistics(hidden, head_weight, token_ids, temperature=0.6, chunk_tokens=2).normalizers
+    logits = hidden.double() @ head_weight.double().T / 0.6
+    torch.testing.assert_close(normalizers.double(), logits.logsumexp(dim=-1), atol=1e-6, rtol=1e-6)
+    given = token_logprobs(hidden, head_weight, token_ids, normalizers=normalizers, temperature=0.6)
+    torch.testing.assert_close(given, token_logprobs(hidden, head_weight, token_ids, temperature=0.6))
+
+
+def test_gradients_are_formed_for_the_inputs_that_need_them_only(inputs):
+    hidden, head_weight, token_ids, _ = inputs
+    both = hidden.clone().requires_grad_(), head_weight.clone().requires_grad_()
+    surrogate(token_logprobs(*both, token_ids)).backward()
+    for index, gradient in enumerate((both[0].grad, both[1].grad)):
+        leaves = [hidden, head_weight]
+        leaves[index] = leaves[index].clone().requires_grad_()
+        surrogate(token_logprobs(*leaves, token_ids)).backward()
+        torch.testing.assert_close(leaves[index].grad, gradient)
+    with torch.no_grad():
+        assert not token_logprobs(*both, token_ids).requires_grad
+
+
+@pytest.mark.parametrize("shift", [0.01, -0.01])
+def test_normalizers_that_are_not_these_tokens_are_told_in_the_backward_pass(inputs, shift):
     hidden, head_weight, token_ids, _ = inputs
     leaf = hidden.clone().requires_grad_()
-    token_objective(leaf, head_weight, token_ids, surrogate)[0].backward()
-    both = hidden.clone().requires_grad_(), head_weight.clone().requires_grad_()
-    token_objective(*both, token_ids, surrogate)[0].backward()
-    torch.testing.assert_close(leaf.grad, both[0].grad)
-    with torch.no_grad():
-        assert not token_objective(*both, token_ids, surrogate)[0].requires_grad
-
-
-def test_an_objective_differentiated_twice_says_so_instead_of_giving_spoilt_gradients(inputs):
-    hidden, head_weight, token_ids, _ = inputs
-    total, _ = token_objective(hidden.clone().requires_grad_(), head_weight, token_ids, surrogate)
-    total.backward(retain_graph=True)
-    with pytest.raises(RuntimeError, match="differentiated once"):
-        total.backward()
+    normalizers = token_statistics(hidden, head_weight, token_ids).normalizers
+    one_off = normalizers + shift * (torch.arange(NUM_TOKENS) == 3)  # a single token may differ, by a broken tie
+    token_logprobs(leaf, head_weight, token_ids, normalizers=one_off).sum().backward()
+    logprobs = token_logprobs(leaf, head_weight, token_ids, normalizers=normalizers + shift)
+    with pytest.raises(FaultError, match=f"add up to {math.exp(-shift):.4f}, not 1"):
+        logprobs.sum().backward()
 
 
 @pytest.mark.parametrize("num_tokens", [0, 1])
@@ -213,14 +231,12 @@ def test_no_token_and_one_token_are_valid(num_tokens):
     hidden = torch.ones(num_tokens, 2, requires_grad=True)
     head_weight = torch.zeros(3, 2, requires_grad=True)
     token_ids = torch.zeros(num_tokens, dtype=torch.int64)
-    token_logprobs(hidden, head_weight, token_ids).sum().backward()
-    total, logprobs = token_objective(hidden, head_weight, token_ids, lambda values, _: values)
-    total.backward()
+    logprobs = token_logprobs(hidden, head_weight, token_ids)
+    logprobs.sum().backward()
     assert hidden.grad.shape == (num_tokens, 2)
-    assert total.item() == pytest.approx(-num_tokens * math.log(3.0))
-    assert logprobs.shape == (num_tokens,)
-    # onehot - p = (2/3, -1/3, -1/3) for the one token, twice
-    assert head_weight.grad[:, 0].tolist() == pytest.approx([num_tokens * x for x in (4 / 3, -2 / 3, -2 / 3)])
+    assert logprobs.tolist() == pytest.approx([-math.log(3.0)] * num_tokens)
+    # onehot - p = (2/3, -1/3, -1/3) for the one token
+    assert head_weight.grad[:, 0].tolist() == pytest.approx([num_tokens * x for x in (2 / 3, -1 / 3, -1 / 3)])
     assert token_statistics(hidden, head_weight, token_ids).logprobs.shape == (num_tokens,)
 
 
@@ -228,10 +244,10 @@ def test_half_precision_inputs_are_accumulated_in_float32_and_their_logits_not_r
     hidden = torch.tensor([[1.0, 2.0**-9]], dtype=torch.bfloat16, requires_grad=True)
     head_weight = torch.tensor([[1.0, 1.0], [1.0, -1.0]], dtype=torch.bfloat16, requires_grad=True)
     # logits 1 + 2^-9 and 1 - 2^-9: bfloat16 would round the first to 1 and the distance of 2^-8 to 2^-9
-    total, logprobs = token_objective(hidden, head_weight, torch.tensor([0]), lambda values, _: values)
+    logprobs = token_logprobs(hidden, head_weight, torch.tensor([0]))
     assert logprobs.dtype == torch.float32
-    assert float(logprobs) == pytest.approx(-math.log1p(math.exp(-(2.0**-8))), abs=1e-7)
-    total.backward()
+    assert logprobs.item() == pytest.approx(-math.log1p(math.exp(-(2.0**-8))), abs=1e-7)
+    logprobs.backward()
     assert hidden.grad.dtype == head_weight.grad.dtype == torch.bfloat16
     p_other = 1 / (1 + math.exp(2.0**-8))
     assert head_weight.grad[0, 0].item() == pytest.approx(p_other, rel=2**-8)
@@ -246,9 +262,9 @@ def test_half_precision_gradients_are_those_of_the_same_numbers_in_float64(
     monkeypatch.setattr(chunks, "TILE_ROWS", tile_rows)
     hidden, head_weight, token_ids, _ = inputs
     leaves = hidden.bfloat16().requires_grad_(), head_weight.bfloat16().requires_grad_()
-    token_objective(*leaves, token_ids, surrogate, chunk_tokens=chunk_tokens)[0].backward()
+    surrogate(token_logprobs(*leaves, token_ids, chunk_tokens=chunk_tokens)).backward()
     exact = leaves[0].detach().double().requires_grad_(), leaves[1].detach().double().requires_grad_()
-    token_objective(*exact, token_ids, surrogate)[0].backward()
+    surrogate(token_logprobs(*exact, token_ids)).backward()
     for leaf, wanted in zip(leaves, exact, strict=True):
         # half a unit in the last place of bfloat16, from the one rounding at the end
         torch.testing.assert_close(leaf.grad.double(), wanted.grad, rtol=2**-8, atol=1e-5)
@@ -361,7 +377,6 @@ def test_no_more_than_one_chunk_of_the_vocabulary_exists_at_a_time_forward_or_ba
     )
     with LargestTensor() as largest:
         token_logprobs(hidden, head_weight, token_ids, chunk_tokens=chunk).sum().backward()
-        token_objective(hidden, head_weight, token_ids, lambda x, _: x, chunk_tokens=chunk)[0].backward()
         token_statistics(hidden, head_weight, token_ids, chunk_tokens=chunk)
     assert largest.num_elements == chunk * vocab
     with LargestTensor() as largest:
@@ -369,15 +384,17 @@ def test_no_more_than_one_chunk_of_the_vocabulary_exists_at_a_time_forward_or_ba
     assert largest.num_elements == 2 * chunk * vocab
 
 
-def test_gradients_cost_three_matrix_products_for_an_objective_and_four_for_any_upstream_gradient(many_tokens):
+def test_gradients_cost_three_matrix_products_given_the_normalizers_and_four_without(many_tokens):
     hidden, head_weight, token_ids = many_tokens
     product = 2 * 40 * 50 * 4  # operations of tokens x vocabulary x hidden size
+    normalizers = token_statistics(hidden, head_weight, token_ids).normalizers
     forms = {
-        3: lambda: token_objective(hidden, head_weight, token_ids, lambda x, _: x, chunk_tokens=8)[0].backward(),
-        4: lambda: token_logprobs(hidden, head_weight, token_ids, chunk_tokens=8).sum().backward(),
-        1: lambda: token_statistics(hidden, head_weight, token_ids, chunk_tokens=8),
+        3: lambda: token_logprobs(*many_tokens, normalizers=normalizers, chunk_tokens=8).sum().backward(),
+        4: lambda: token_logprobs(*many_tokens, chunk_tokens=8).sum().backward(),
+        1: lambda: token_statistics(*many_tokens, chunk_tokens=8),
     }
     for num_products, form in forms.items():
         with FlopCounterMode(display=False) as counter:
             form()
-        assert counter.get_total_flops() == num_products * product
+        gathered = 0 if num_products == 1 else 2 * 40 * 4  # each token's own row of the head
+        assert counter.get_total_flops() - num_products * product in (0, gathered)

@@ -26,6 +26,8 @@ class ReproduceConfig:
     """Worker processes, one engine each."""
     max_attempts: int = 3
     """Times a run is started again after its process died."""
+    hypotheses: tuple[str, ...] = ()
+    """What is expected, set before the runs and recorded with them; `trm-repro study` writes a cell's here."""
 
     def __post_init__(self) -> None:
         """Check ranges."""

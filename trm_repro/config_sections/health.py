@@ -18,7 +18,7 @@ class HealthConfig:
     stop_without_variance: bool = False
     """Stop when no group has differing rewards, so that nothing can be learned."""
     max_nonfinite_steps: int = 3
-    """Stop after this many steps running with a loss or gradient that is not finite; each such batch is saved."""
+    """Stop after so many steps running with log-probs, a loss or a gradient that are not finite; batches are saved."""
 
     def __post_init__(self) -> None:
         """Check ranges."""

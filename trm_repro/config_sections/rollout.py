@@ -46,6 +46,8 @@ class RolloutConfig:
     """Longest prompt, tokens."""
     max_response_tokens: int = 90
     """Longest response, tokens; a response cut here is unfinished and earns no reward."""
+    stop_tokens: tuple[str, ...] = ()
+    """Tokens that end a response, beside the model's own; a base model under a chat template needs the template's."""
     prefix_caching: bool = False
     """Let the engine reuse key-value blocks of equal prompts; emptied at every sync."""
     kv_cache_bytes: int = 268435456

@@ -8,7 +8,6 @@ from torch import Tensor
 
 from trm_repro.masks.controls import length_matched_mask, random_mask
 from trm_repro.masks.gates import TokenStatistics
-from trm_repro.masks.trust_region import finite_mask
 
 
 def m2po(statistics: TokenStatistics, *, threshold: float) -> Tensor:
@@ -25,10 +24,9 @@ def m2po(statistics: TokenStatistics, *, threshold: float) -> Tensor:
     Returns:
         ``[B, T]`` bool.
     """
-    is_finite = finite_mask(statistics.log_ratio, statistics.response_mask)  # [B]
     assert statistics.advantages is not None
     is_pushed_away = statistics.advantages[:, None] * statistics.log_ratio > 0  # [B, T]
-    counted = statistics.response_mask & is_finite[:, None] & is_pushed_away
+    counted = statistics.is_counted & is_pushed_away
     moments, order = statistics.log_ratio[counted].double().square().sort()  # [N], ascending
     means = moments.cumsum(dim=0) / torch.arange(1, len(moments) + 1, device=moments.device)
     num_kept = int((means <= threshold).sum())  # means of ascending values do not fall

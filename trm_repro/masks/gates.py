@@ -8,12 +8,14 @@ to apply a gate: a sequence with a non-finite log-ratio is rejected under every 
 import importlib
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import cached_property
 from types import MappingProxyType
 
 import torch
 from torch import Tensor
 
 from trm_repro.divergence import log_ratio as log_ratio_of
+from trm_repro.divergence import masked_mean
 from trm_repro.gate_specs import GATE_SPECS, GateSpec, Level, Statistic, fill_thresholds, find_spec
 from trm_repro.masks.trust_region import check_tokens, finite_mask
 
@@ -96,6 +98,28 @@ class TokenStatistics:
         names = ("log_ratio", "rollout_logprobs", "policy_logprobs", "kl", "total_variation", "advantages")
         return frozenset(name for name in (*names, "reference_mask") if getattr(self, name) is not None)
 
+    @cached_property
+    def is_finite(self) -> Tensor:
+        """``[B]`` bool: sequences all of whose response tokens have a finite log-ratio."""
+        return finite_mask(self.log_ratio, self.response_mask)
+
+    @cached_property
+    def is_counted(self) -> Tensor:
+        """``[B, T]`` bool: response tokens of finite sequences."""
+        return self.response_mask & self.is_finite[:, None]
+
+    @cached_property
+    def mean_log_ratio(self) -> Tensor:
+        """``[B]`` float, nats: mean over response tokens; 0 of an empty response."""
+        return masked_mean(self.log_ratio, self.response_mask, dim=-1)
+
+    @cached_property
+    def probability_change(self) -> Tensor:
+        """``[B, T]`` in [-1, 1]: pi_theta(y_t) - pi_roll(y_t) of the sampled tokens; needs both log-probs."""
+        assert self.policy_logprobs is not None
+        assert self.rollout_logprobs is not None
+        return self.policy_logprobs.exp() - self.rollout_logprobs.exp()
+
 
 @dataclass(frozen=True, kw_only=True)
 class Gate:
@@ -173,12 +197,12 @@ def gate_mask(name: str, statistics: TokenStatistics, **thresholds: float) -> Te
     missing = sorted(gate.needs - statistics.available)
     if missing:
         raise ValueError(f"gate {name} needs {', '.join(missing)}, which the data do not have")
-    is_finite = finite_mask(statistics.log_ratio, statistics.response_mask)  # [B]
     result = gate.apply(statistics, **filled)
     if gate.level == "sequence":
-        return result & is_finite
-    keep = statistics.response_mask & is_finite[:, None]  # [B, T]
-    return torch.where(keep, result, torch.zeros_like(result))
+        return result & statistics.is_finite
+    if result.dtype == torch.bool:
+        return result & statistics.is_counted
+    return torch.where(statistics.is_counted, result, 0.0)
 
 
 @torch.no_grad()

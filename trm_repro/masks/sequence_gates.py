@@ -9,7 +9,6 @@ import math
 import torch
 from torch import Tensor
 
-from trm_repro.divergence import k1_divergence, masked_mean
 from trm_repro.masks.gates import TokenStatistics
 
 
@@ -27,7 +26,7 @@ def geometric(statistics: TokenStatistics, *, low: float, high: float) -> Tensor
 
     Source: Li and Liu 2025, RL collapse part 3, Geo-Mask.
     """
-    return _is_between(masked_mean(statistics.log_ratio, statistics.response_mask, dim=-1), low, high)
+    return _is_between(statistics.mean_log_ratio, low, high)
 
 
 def opsm(statistics: TokenStatistics, *, threshold: float) -> Tensor:
@@ -37,8 +36,7 @@ def opsm(statistics: TokenStatistics, *, threshold: float) -> Tensor:
     2512.02556), off-policy sequence masking.
     """
     assert statistics.advantages is not None
-    drift = masked_mean(k1_divergence(statistics.log_ratio), statistics.response_mask, dim=-1)  # [B]
-    return ~((statistics.advantages < 0) & (drift > threshold))
+    return ~((statistics.advantages < 0) & (-statistics.mean_log_ratio > threshold))
 
 
 def gspo(statistics: TokenStatistics, *, low: float, high: float) -> Tensor:
@@ -47,7 +45,7 @@ def gspo(statistics: TokenStatistics, *, low: float, high: float) -> Tensor:
     Source: GSPO (arXiv 2507.18071), clipped objective.
     """
     assert statistics.advantages is not None
-    log_mean = masked_mean(statistics.log_ratio, statistics.response_mask, dim=-1)  # [B], log s
+    log_mean = statistics.mean_log_ratio  # [B], log s
     is_above = (statistics.advantages > 0) & (log_mean > math.log1p(high))
     is_below = (statistics.advantages < 0) & (log_mean < _log(1 - low))
     return ~(is_above | is_below)

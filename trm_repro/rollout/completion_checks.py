@@ -5,10 +5,11 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from trm_repro.batch import LOGPROB_ROUNDING
 from trm_repro.errors import FaultError
 from trm_repro.rollout.engine import Completion, SamplingRequest, SamplingSettings
 
-ROUNDING = 1e-3  # nats a log-prob may lie above 0
+UNTRUSTED = "rollouts of this engine cannot be trusted"
 
 
 def check_completions(
@@ -16,6 +17,7 @@ def check_completions(
     requests: Sequence[SamplingRequest],
     settings: SamplingSettings,
     vocab_size: int,
+    stop_ids: Sequence[int] = (),
 ) -> None:
     """Stop when an engine returned other than what it was asked for.
 
@@ -26,6 +28,7 @@ def check_completions(
         requests: what it was asked.
         settings: how to sample.
         vocab_size: V of the policy.
+        stop_ids: tokens that end a response; without any, where responses end is not looked at.
 
     Raises:
         FaultError: naming the first response that is wrong, and how.
@@ -33,15 +36,29 @@ def check_completions(
     if len(completions) != len(requests):
         raise FaultError(f"the engine returned {len(completions)} responses to {len(requests)} requests")
     for index, completion in enumerate(completions):
-        problem = _problem(completion, settings, vocab_size)
+        check_length(len(completion.token_ids), settings.max_tokens, f"the engine's response {index}")
+        problem = _problem(completion, settings, vocab_size) or _ending_problem(completion, stop_ids)
         if problem is not None:
-            raise FaultError(f"the engine's response {index} {problem}; rollouts of this engine cannot be trusted")
+            raise FaultError(f"the engine's response {index} {problem}; {UNTRUSTED}")
+
+
+def check_length(num_tokens: int, max_tokens: int, name: str) -> None:
+    """Stop when a response is empty or longer than was asked for.
+
+    Args:
+        num_tokens: T of the response.
+        max_tokens: the longest that was asked for.
+        name: of the response, for the message.
+
+    Raises:
+        FaultError: if so.
+    """
+    if not 1 <= num_tokens <= max_tokens:
+        raise FaultError(f"{name} has {num_tokens} tokens, 1 to {max_tokens} were asked for; {UNTRUSTED}")
 
 
 def _problem(completion: Completion, settings: SamplingSettings, vocab_size: int) -> str | None:
     length = len(completion.token_ids)
-    if not 1 <= length <= settings.max_tokens:
-        return f"has {length} tokens, 1 to {settings.max_tokens} were asked for"
     if not completion.finished and length < settings.max_tokens:
         return f"was cut off at {length} of {settings.max_tokens} tokens"
     outside = [token for token in completion.token_ids if not 0 <= token < vocab_size]
@@ -62,11 +79,22 @@ def _problem(completion: Completion, settings: SamplingSettings, vocab_size: int
     )
     if wanted is not None and per_token[wanted] is None:
         return f"has no {wanted}, rollout.distribution={settings.distribution} needs them"
-    if bool((completion.logprobs > ROUNDING).any()):
+    if bool((completion.logprobs > LOGPROB_ROUNDING).any()):
         return f"has a log-prob of {float(completion.logprobs.max()):.3g}, above 0"
     if completion.log_distribution is not None:
         chosen = completion.log_distribution.gather(-1, torch.tensor(completion.token_ids)[:, None]).squeeze(-1)
         both = chosen.isfinite() & completion.logprobs.isfinite()
-        if bool(((chosen - completion.logprobs).abs()[both] > ROUNDING).any()):
+        if bool(((chosen - completion.logprobs).abs()[both] > LOGPROB_ROUNDING).any()):
             return "has sampled log-probs that are not those of its own distribution"
+    return None
+
+
+def _ending_problem(completion: Completion, stop_ids: Sequence[int]) -> str | None:
+    if not stop_ids:
+        return None
+    if completion.finished and completion.token_ids[-1] not in stop_ids:
+        return f"ended with token {completion.token_ids[-1]}, which ends no response ({list(stop_ids)} do)"
+    early = [position for position, token in enumerate(completion.token_ids[:-1]) if token in stop_ids]
+    if early or (not completion.finished and completion.token_ids[-1] in stop_ids):
+        return "went on after a token that ends a response"
     return None

@@ -54,14 +54,14 @@ class Completion:
     """One sampled response.
 
     Attributes:
-        token_ids: T >= 1 tokens, the end-of-sequence token included.
+        token_ids: T >= 1 tokens, the ending token included.
         logprobs: ``[T]`` float32, nats; of the sampled tokens, under the distribution they were drawn from.
         log_distribution: ``[T, V]`` float32, nats, or None.
         hidden: ``[T, H]`` in the engine's dtype; final hidden states, after the last norm, or None.
         top_ids: ``[T, K]`` int32; the likeliest tokens, or None.
         top_logprobs: ``[T, K]`` float32, nats; theirs, or None.
         experts: ``[T, L, K]`` uint8, or None for a dense model.
-        finished: whether it ended with the end-of-sequence token.
+        finished: whether it ended with a token that ends responses.
     """
 
     token_ids: tuple[int, ...]
@@ -86,6 +86,8 @@ class RolloutEngine(Sampler, Protocol):
     """An inference engine."""
 
     vocab_size: int
+    stop_ids: tuple[int, ...]
+    """Tokens that end a response; see `trm_repro.rollout.stopping`."""
 
     def load_weights(self, weights: Mapping[str, Tensor]) -> None:
         """Replace the weights and forget everything computed with the old ones.

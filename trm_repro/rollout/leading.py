@@ -56,6 +56,7 @@ class DividedEngine:
         """Take this rank's engine."""
         self.engine = engine
         self.vocab_size = engine.vocab_size
+        self.stop_ids = engine.stop_ids
 
     def load_weights(self, weights: Mapping[str, Tensor]) -> None:
         """Replace the weights of every rank's engine; called on every rank."""
@@ -94,6 +95,7 @@ class AbsentEngine:
     """What a rank without an engine has: it gathers weights along with the rank that has one."""
 
     vocab_size = 0
+    stop_ids: tuple[int, ...] = ()
 
     def load_weights(self, weights: Mapping[str, Tensor]) -> None:
         """Take part in gathering each weight, and drop it."""

@@ -5,8 +5,9 @@ from dataclasses import dataclass, replace
 
 from transformers import PreTrainedTokenizerFast
 
-from trm_repro.config import RunConfig
+from trm_repro.config import RunConfig, derive_seed
 from trm_repro.errors import InputError
+from trm_repro.rollout.probe import probe_contexts
 from trm_repro.tasks import DatasetReport, DatasetTask, MathTask, Problem, load_problems
 from trm_repro.tasks.catalog import evaluation_source, training_source
 from trm_repro.tasks.templates import render_prompts
@@ -81,6 +82,26 @@ def read_math_problems(config: RunConfig, tokenizer: PreTrainedTokenizerFast) ->
     for name, value in read.as_record().items():
         logger.info("%s: %s", name, value)
     return read
+
+
+def math_probe_contexts(config: RunConfig, tokenizer: PreTrainedTokenizerFast) -> list[tuple[int, ...]]:
+    """Make the probe's contexts for a run on a data set: beginnings of held-out prompts, rendered as in training.
+
+    Args:
+        config: the run, with task.name math.
+        tokenizer: of the policy.
+
+    Returns:
+        ``rollout.probe_contexts`` contexts, the same for every run on these problems.
+
+    Raises:
+        InputError: if the data set cannot be read.
+    """
+    problems, _ = load_problems(evaluation_source(config.evaluation))
+    template, count = config.task.prompt_template, config.rollout.probe_contexts
+    rendered = render_prompts(problems[:count], template, tokenizer, "task.prompt_template")
+    texts = [prompt_token_ids(problem.prompt, tokenizer)[: config.rollout.max_prompt_tokens] for problem in rendered]
+    return probe_contexts([text for text in texts if len(text) > 1], count, derive_seed(0, "probe contexts"))
 
 
 def prompt_token_ids(prompt: str, tokenizer: PreTrainedTokenizerFast) -> tuple[int, ...]:

@@ -88,7 +88,7 @@ class RolloutSampler:
             num_top=settings.num_top_logprobs,
         )
         completions = self.engine.sample(requests, sampling)
-        check_completions(completions, requests, sampling, self.engine.vocab_size)
+        check_completions(completions, requests, sampling, self.engine.vocab_size, self.engine.stop_ids)
         rollouts = []
         for index, (request, completion) in enumerate(zip(requests, completions, strict=True)):
             group = index // settings.group_size

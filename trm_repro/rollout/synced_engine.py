@@ -8,10 +8,11 @@ from torch import Tensor
 
 from trm_repro import ranks
 from trm_repro.config import RunConfig
+from trm_repro.memory_limits import ROLLOUT_KEYS, memory_limited
 from trm_repro.policy import Policy
 from trm_repro.rollout.engine import Completion, RolloutEngine, SamplingRequest, SamplingSettings, start_engine
 from trm_repro.rollout.leading import AbsentEngine, DividedEngine
-from trm_repro.rollout.probe import Probe, ProbeReading
+from trm_repro.rollout.probe import Probe, ProbeReading, long_probe_contexts
 from trm_repro.sharding import policy_weights
 
 
@@ -31,6 +32,11 @@ class SyncedEngine:
         """V of the engine's model."""
         return self.engine.vocab_size
 
+    @property
+    def stop_ids(self) -> tuple[int, ...]:
+        """Tokens that end a response."""
+        return self.engine.stop_ids
+
     def sync(self, weights: Mapping[str, Tensor], *, run: str, version: int) -> None:
         """Load weights unless the engine holds them already, then probe it.
 
@@ -45,6 +51,8 @@ class SyncedEngine:
         if self.holds == (run, version):
             return
         self.holds = None
+        if self.is_started:
+            self.probe.fill_cache(self.engine)
         self.engine.load_weights(weights)
         if self.is_started:
             self.reading = self.probe.check(self.engine, weights, version=version)
@@ -54,8 +62,13 @@ class SyncedEngine:
         self.holds = (run, version)
 
     def sample(self, requests: Sequence[SamplingRequest], settings: SamplingSettings) -> list[Completion]:
-        """Sample one response per request, in order."""
-        return self.engine.sample(requests, settings)
+        """Sample one response per request, in order.
+
+        Raises:
+            FaultError: if memory runs out.
+        """
+        with memory_limited("rollout", ROLLOUT_KEYS):
+            return self.engine.sample(requests, settings)
 
 
 def open_engine(
@@ -79,8 +92,14 @@ def open_engine(
     """
     longest = max([max_length, *(len(context) + 1 for context in contexts)])
     engine = start_engine(config.rollout, model_path, longest)
-    probe = Probe(policy, contexts, config.rollout.precision, config.rollout.probe_factor)
+    probe = _probe(config, policy, contexts, max_length)
     return SyncedEngine(engine, probe, probe.start(engine, policy_weights(policy)))
+
+
+def _probe(config: RunConfig, policy: Policy | None, contexts: Sequence[tuple[int, ...]], max_length: int) -> Probe:
+    settings = config.rollout
+    long_contexts = long_probe_contexts(contexts, max_length) if settings.prefix_caching else []
+    return Probe(policy, contexts, settings.precision, settings.probe_factor, long_contexts=long_contexts)
 
 
 def open_shared_engine(
@@ -106,4 +125,4 @@ def open_shared_engine(
         engine = DividedEngine(start_engine(config.rollout, model_path, longest))
     elif ranks.is_first():
         engine = start_engine(config.rollout, model_path, longest)
-    return SyncedEngine(engine, Probe(None, contexts, config.rollout.precision, config.rollout.probe_factor))
+    return SyncedEngine(engine, _probe(config, None, contexts, max_length))

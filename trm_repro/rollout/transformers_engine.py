@@ -11,6 +11,7 @@ from trm_repro.config_sections import RolloutConfig
 from trm_repro.policy import load_model
 from trm_repro.rollout.engine import Completion, SamplingRequest, SamplingSettings
 from trm_repro.rollout.precision import compute_dtype, round_weight
+from trm_repro.rollout.stopping import stop_token_ids
 
 
 class _Step(NamedTuple):
@@ -44,8 +45,7 @@ class TransformersEngine:
         self.load_weights(weights)
         self.vocab_size = int(model.config.vocab_size)
         self.num_experts_per_token: int | None = getattr(model.config, "num_experts_per_tok", None)
-        eos = model.generation_config.eos_token_id
-        self.eos_ids = set(eos if isinstance(eos, list) else [eos])
+        self.stop_ids = stop_token_ids(config.stop_tokens, model_path)
 
     def load_weights(self, weights: Mapping[str, Tensor]) -> None:
         """Replace the weights."""
@@ -95,7 +95,7 @@ class TransformersEngine:
                     experts=experts,
                 )
             )
-            ended |= torch.tensor([int(token) in self.eos_ids for token in tokens])
+            ended |= torch.tensor([int(token) in self.stop_ids for token in tokens])
             inputs = tokens[:, None]
         return [self._to_completion(row, steps, settings) for row in range(len(requests))]
 
@@ -109,7 +109,7 @@ class TransformersEngine:
 
     def _to_completion(self, row: int, steps: Sequence[_Step], settings: SamplingSettings) -> Completion:
         tokens = [int(step.tokens[row]) for step in steps]
-        ends = [position for position, token in enumerate(tokens) if token in self.eos_ids]
+        ends = [position for position, token in enumerate(tokens) if token in self.stop_ids]
         length = ends[0] + 1 if ends else len(tokens)
 
         def rows(name: str) -> Tensor | None:

@@ -1,15 +1,13 @@
 """From final hidden states to statistics and gradients over the vocabulary, in chunks that never hold ``[N, V]``."""
 
 from trm_repro.vocab.chunks import VocabularyShard
-from trm_repro.vocab.gradients import TokenObjective, token_logprobs, token_objective
+from trm_repro.vocab.gradients import token_logprobs
 from trm_repro.vocab.statistics import HiddenRollout, TokenStatistics, token_statistics
 
 __all__ = [
     "HiddenRollout",
-    "TokenObjective",
     "TokenStatistics",
     "VocabularyShard",
     "token_logprobs",
-    "token_objective",
     "token_statistics",
 ]

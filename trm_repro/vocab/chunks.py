@@ -12,12 +12,11 @@ import torch.distributed as dist
 from torch import Tensor
 
 CPU_CHUNK_ELEMENTS = 20 * 2**20
-"""Logits that exist at a time: 80 MiB in float32, 138 tokens of a vocabulary of 151,936. Every chunk reads the head and
-reads and writes its gradient once: half as many tokens make the matrix products 1.8 times as slow as all at once."""
+"""Logits that exist at a time: 80 MiB in float32, 138 tokens of a vocabulary of 151,936."""
 CUDA_CHUNK_ELEMENTS = 2**27
-"""Larger on a GPU, where each chunk's read and write of the weight gradient would outweigh its matrix products."""
-TILE_ROWS = 4096
-"""Rows of the head worked on at a time where a pass over the vocabulary needs room of its own."""
+"""Larger on a GPU, so that few kernels are launched."""
+TILE_ROWS = 2048
+"""Rows of the head worked on at a time on a CPU: 32 MiB where they are lifted to float32 at a hidden size of 4096."""
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -51,8 +50,15 @@ def accumulation_dtype(hidden: Tensor, head_weight: Tensor) -> torch.dtype:
     return torch.float64 if torch.float64 in (hidden.dtype, head_weight.dtype) else torch.float32
 
 
+def num_logits(vocab_size: int, chunk_tokens: int | None, device: torch.device) -> int:
+    """Say how many logits may exist at a time: those of ``chunk_tokens`` tokens, or None for what fits the device."""
+    if chunk_tokens is not None:
+        return chunk_tokens * vocab_size
+    return CUDA_CHUNK_ELEMENTS if device.type == "cuda" else CPU_CHUNK_ELEMENTS
+
+
 def token_chunks(num_tokens: int, vocab_size: int, chunk_tokens: int | None, device: torch.device) -> Iterator[slice]:
-    """Divide N tokens into chunks of nearly equal size.
+    """Divide N tokens into chunks of nearly equal size, each with the whole vocabulary.
 
     Args:
         num_tokens: N >= 0.
@@ -63,38 +69,66 @@ def token_chunks(num_tokens: int, vocab_size: int, chunk_tokens: int | None, dev
     Yields:
         Slices that cover the tokens in order; none for N = 0.
     """
-    elements = CUDA_CHUNK_ELEMENTS if device.type == "cuda" else CPU_CHUNK_ELEMENTS
-    largest = chunk_tokens or max(1, elements // vocab_size)
+    largest = max(1, num_logits(vocab_size, chunk_tokens, device) // vocab_size)
     num_chunks = max(1, -(-num_tokens // largest))
     size = max(1, -(-num_tokens // num_chunks))
     for start in range(0, num_tokens, size):
         yield slice(start, min(start + size, num_tokens))
 
 
-def row_tiles(num_rows: int) -> Iterator[slice]:
-    """Divide the rows of the head into tiles."""
-    for start in range(0, num_rows, TILE_ROWS):
-        yield slice(start, min(start + TILE_ROWS, num_rows))
+def row_tiles(num_rows: int, largest: int | None = None) -> Iterator[slice]:
+    """Divide the rows of the head into tiles of `TILE_ROWS`, or of ``largest``."""
+    size = largest or TILE_ROWS
+    for start in range(0, num_rows, size):
+        yield slice(start, min(start + size, num_rows))
+
+
+def tile_rows(num_rows: int, num_tokens: int, chunk_tokens: int | None, device: torch.device) -> int:
+    """Say how many rows of the head all N tokens can be multiplied with at a time."""
+    rows = num_logits(num_rows, chunk_tokens, device) // max(1, num_tokens)
+    return max(1, min(rows, num_rows if device.type == "cuda" else TILE_ROWS))
+
+
+def product_dtype(hidden: Tensor, head_weight: Tensor) -> torch.dtype:
+    """Return the dtype in which to multiply: on a GPU the inputs' own, where a product is accumulated in float32.
+
+    On a CPU, a bfloat16 product would be rounded, so that its inputs are lifted first.
+    """
+    if hidden.is_cuda and hidden.dtype == head_weight.dtype:
+        return hidden.dtype
+    return accumulation_dtype(hidden, head_weight)
+
+
+def multiply(left: Tensor, right: Tensor, *, out: Tensor, is_added: bool = False) -> None:
+    """Write or add ``left @ right``, accumulated in float32 or float64, to ``out``, whatever the dtype of that is."""
+    if left.dtype == out.dtype:
+        torch.addmm(out, left, right, beta=1 if is_added else 0, out=out)
+        return
+    if out.is_cuda and out.dtype == torch.float32 and not is_added:
+        torch.mm(left, right, out_dtype=out.dtype, out=out)
+        return
+    product = torch.mm(left, right, out_dtype=torch.float32) if out.is_cuda else torch.mm(left, right)
+    if is_added:
+        out.add_(product)
+    else:
+        out.copy_(product)
 
 
 def write_logits(out: Tensor, hidden: Tensor, head_weight: Tensor) -> None:
     """Compute logits into a buffer, accumulated and kept in the buffer's dtype.
-
-    A bfloat16 product on a CPU would round its result, so each tile of the head is lifted to float32 first.
 
     Args:
         out: ``[n, V]`` float32 or float64; overwritten.
         hidden: ``[n, H]``.
         head_weight: ``[V, H]``.
     """
-    if hidden.dtype == head_weight.dtype == out.dtype:
-        torch.mm(hidden, head_weight.t(), out=out)
-    elif out.is_cuda and hidden.dtype == head_weight.dtype:
-        torch.mm(hidden, head_weight.t(), out_dtype=out.dtype, out=out)
-    else:
-        lifted = hidden.to(out.dtype)
-        for rows in row_tiles(head_weight.shape[0]):
-            torch.mm(lifted, head_weight[rows].to(out.dtype).t(), out=out[:, rows])
+    dtype = product_dtype(hidden, head_weight)
+    states = hidden.to(dtype)
+    if head_weight.dtype == dtype:
+        multiply(states, head_weight.t(), out=out)
+        return
+    for rows in row_tiles(head_weight.shape[0]):  # room for one tile of the head in the wider dtype
+        multiply(states, head_weight[rows].to(dtype).t(), out=out[:, rows])
 
 
 def round_like(out: Tensor, dtype: torch.dtype) -> None:

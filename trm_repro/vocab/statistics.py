@@ -31,6 +31,8 @@ class TokenStatistics(NamedTuple):
     Attributes:
         logprobs: ``[N]`` float32, nats; log pi_theta of the sampled tokens.
         entropy: ``[N]`` float32, nats; entropy of pi_theta.
+        normalizers: ``[N]`` float32, nats; log of the sum over the vocabulary of exponentials of pi_theta's logits,
+            divided by the temperature: what `token_logprobs` needs to spare itself a pass.
         kl: ``[N]`` float32, nats; exact KL(pi_roll || pi_theta), or None without the whole of pi_roll.
         total_variation: ``[N]`` float32 in [0, 1]; exact TV, or None likewise.
         kl_low: ``[N]`` float64, nats; what KL is at least, or None without the top of pi_roll.
@@ -42,6 +44,7 @@ class TokenStatistics(NamedTuple):
 
     logprobs: Tensor
     entropy: Tensor
+    normalizers: Tensor
     kl: Tensor | None = None
     total_variation: Tensor | None = None
     kl_low: Tensor | None = None
@@ -120,8 +123,8 @@ def token_statistics(
                 buffers = torch.empty(num_buffers, num_tokens, vocab_size, dtype=dtype, device=device)
             policy = buffers[0, :num_tokens]  # [n, V]
             write_logits(policy, hidden[chunk], head_weight)
-            _log_distribution_in_place(policy, temperature, shard)
-            values = {"logprobs": token_logits(policy, token_ids[chunk], shard)}
+            normalizers = _log_distribution_in_place(policy, temperature, shard)
+            values = {"logprobs": token_logits(policy, token_ids[chunk], shard), "normalizers": normalizers}
             rollout_rows = None
             if isinstance(rollout, Tensor):
                 rollout_rows = rollout[chunk]
@@ -140,10 +143,13 @@ def token_statistics(
     return TokenStatistics(**{name: torch.cat(chunks) for name, chunks in _or_empty(parts, hidden).items()})
 
 
-def _log_distribution_in_place(logits: Tensor, temperature: float, shard: VocabularyShard | None) -> None:
+def _log_distribution_in_place(logits: Tensor, temperature: float, shard: VocabularyShard | None) -> Tensor:
+    """Turn logits into log-probs; return their normalizers ``[n]``."""
     if temperature != 1.0:
         logits.div_(temperature)
-    logits.sub_(log_normalizer(logits, shard)[:, None])
+    normalizers = log_normalizer(logits, shard)
+    logits.sub_(normalizers[:, None])
+    return normalizers
 
 
 def _sums_over_vocabulary(policy: Tensor, rollout: Tensor | None, shard: VocabularyShard | None) -> dict[str, Tensor]:
@@ -209,4 +215,6 @@ def _rounding(logits: Tensor, dtype: torch.dtype, temperature: float, shard: Voc
 
 
 def _or_empty(parts: dict[str, list[Tensor]], hidden: Tensor) -> dict[str, list[Tensor]]:
-    return parts or {name: [hidden.new_zeros(0, dtype=torch.float32)] for name in ("logprobs", "entropy")}
+    return parts or {
+        name: [hidden.new_zeros(0, dtype=torch.float32)] for name in ("logprobs", "entropy", "normalizers")
+    }

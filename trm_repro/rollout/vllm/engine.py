@@ -4,6 +4,7 @@ Importing vllm takes seconds, so it happens when an engine starts.
 """
 
 import os
+import weakref
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -16,9 +17,12 @@ from torch import Tensor
 from trm_repro import ranks
 from trm_repro.config_sections import RolloutConfig
 from trm_repro.errors import FaultError, InputError
+from trm_repro.memory_limits import engine_start_problem
 from trm_repro.policy import first_line, load_model
+from trm_repro.rollout.completion_checks import check_length
 from trm_repro.rollout.engine import Completion, SamplingRequest, SamplingSettings
 from trm_repro.rollout.precision import compute_dtype, round_weight
+from trm_repro.rollout.stopping import stop_token_ids
 from trm_repro.rollout.vllm.weights import checkpoint_weights
 
 ENVIRONMENT = {
@@ -30,6 +34,8 @@ ENVIRONMENT = {
 }
 BLOCK_TOKENS = 16  # max_model_len is rounded up to a multiple of this
 CPU_BATCH_TOKENS = 8192
+_in_process: "weakref.WeakSet[Any]" = weakref.WeakSet()
+"""vLLM's engines of this process that have not been collected."""
 
 
 class VllmEngine:
@@ -44,7 +50,7 @@ class VllmEngine:
             max_length: longest prompt and response together, tokens.
 
         Raises:
-            InputError: if vLLM is not installed or does not start on the directory.
+            InputError: if vLLM is not installed, does not start on the directory, or has too little memory.
         """
         for name, value in ENVIRONMENT.items():
             os.environ.setdefault(name, value)
@@ -55,7 +61,10 @@ class VllmEngine:
                 f"rollout.engine=vllm: vLLM cannot be imported ({error}); install it (make setup) or set "
                 "rollout.engine=transformers"
             ) from None
+        if config.placement == "in_process":
+            _end_earlier_engines()
         self.precision = config.precision
+        self.stop_ids = stop_token_ids(config.stop_tokens, model_path)
         self.can_sleep = self.is_asleep = False
         model_length = -(-max_length // BLOCK_TOKENS) * BLOCK_TOKENS
         on_cpu: dict[str, Any] = {}
@@ -86,10 +95,14 @@ class VllmEngine:
                 **_placement(config),
             )
         except Exception as error:  # pydantic's, safetensors', transformers' or torch's, as the directory is damaged
+            if problem := engine_start_problem(str(error), config.kv_cache_bytes, model_length):
+                raise InputError(problem) from error
             raise InputError(
                 f"{model_path}: vLLM does not start on it ({first_line(error)}); expected a model it supports, with "
                 "config.json, model.safetensors and tokenizer.json"
             ) from error
+        if config.placement == "in_process":
+            _in_process.add(self.llm)
         if config.placement == "colocated" and ranks.num_ranks() > 1:
             _check_colocation(self.llm.llm_engine.model_config.hf_config)
         self.can_sleep = config.placement == "colocated" and torch.cuda.is_available()
@@ -124,6 +137,8 @@ class VllmEngine:
                 top_p=settings.top_p,
                 max_tokens=settings.max_tokens,
                 seed=request.seed,
+                ignore_eos=True,  # the model's own is among the stop tokens
+                stop_token_ids=list(self.stop_ids),
                 logprobs=self._num_logprobs(settings),
                 flat_logprobs=True,
                 detokenize=False,
@@ -164,8 +179,7 @@ class VllmEngine:
     ) -> Completion:
         completion = output.outputs[0]
         token_ids = tuple(completion.token_ids)
-        if not token_ids:
-            raise FaultError("the engine returned an empty response")
+        check_length(len(token_ids), settings.max_tokens, f"the engine's response to request {output.request_id}")
         flat = completion.logprobs
         starts = np.asarray(flat.start_indices)
         values = np.asarray(flat.logprobs, dtype=np.float32)
@@ -257,3 +271,15 @@ def _check_colocation(hf_config: Any) -> None:  # noqa: ANN401
             "rollout.placement=colocated: vLLM runs a mixture of experts in several processes on GPUs only; set "
             "rollout.placement=server or policy.architecture=dense"
         )
+
+
+def _end_earlier_engines() -> None:
+    """Shut down the engines that this process had before: it can have one at a time.
+
+    vLLM's process groups belong to the process. A second engine would take over the first one's, and a dense model's
+    lack those of experts; and an engine that Python collects at some later moment destroys the groups that are there
+    then, whoever made them.
+    """
+    for llm in list(_in_process):
+        llm.llm_engine.engine_core.shutdown()
+    _in_process.clear()

@@ -4,7 +4,6 @@ A server started here listens on 127.0.0.1 and ends with this process. One that 
 routes for weights have no password, so it must not be reachable from outside.
 """
 
-import ctypes
 import json
 import os
 import signal
@@ -26,9 +25,13 @@ from transformers import AutoConfig
 
 from trm_repro.config_sections import RolloutConfig
 from trm_repro.errors import FaultError, InputError
+from trm_repro.memory_limits import engine_start_problem
+from trm_repro.parent_death import ending_with_this_process
 from trm_repro.policy import load_model
+from trm_repro.rollout.completion_checks import check_length
 from trm_repro.rollout.engine import Completion, SamplingRequest, SamplingSettings
 from trm_repro.rollout.precision import compute_dtype, round_weight
+from trm_repro.rollout.stopping import stop_token_ids
 from trm_repro.rollout.vllm.weights import checkpoint_weights
 
 FILE_BYTES = 512 * 2**20  # of one weight file, about
@@ -53,6 +56,7 @@ class ServerEngine:
             InputError: if a server does not answer, or none starts.
         """
         self.precision = config.precision
+        self.stop_ids = stop_token_ids(config.stop_tokens, model_path)
         self.vocab_size = int(AutoConfig.from_pretrained(model_path, trust_remote_code=False).vocab_size)
         self.model = str(model_path)
         self.transfer = config.weight_transfer
@@ -103,6 +107,8 @@ class ServerEngine:
             "temperature": settings.temperature,
             "top_p": settings.top_p,
             "seed": request.seed,
+            "ignore_eos": True,  # the model's own is among the stop tokens
+            "stop_token_ids": list(self.stop_ids),
             "logprobs": num_logprobs,
             "return_token_ids": True,
             "return_tokens_as_token_ids": True,
@@ -130,14 +136,17 @@ class ServerEngine:
             stderr=subprocess.STDOUT,
             stdin=subprocess.DEVNULL,
             env=environment,
-            preexec_fn=end_with_parent,
+            preexec_fn=ending_with_this_process(signal.SIGTERM),
         )
         url = f"http://127.0.0.1:{port}"
         deadline = time.monotonic() + START_SECONDS
         while not is_alive(url):
             if self.process.poll() is not None or time.monotonic() > deadline:
                 self.close()
-                tail = Path(log.name).read_text(errors="replace").strip().splitlines()[-1:]
+                said = Path(log.name).read_text(errors="replace")
+                if problem := engine_start_problem(said, config.kv_cache_bytes, max_length):
+                    raise InputError(f"{problem} (see {log.name})")
+                tail = said.strip().splitlines()[-1:]
                 raise InputError(f"{self.model}: no vLLM server started on it ({''.join(tail)[:200]}; see {log.name})")
             time.sleep(0.5)
         Path(log.name).unlink()  # the server goes on writing to it; nobody needs to read it
@@ -230,12 +239,11 @@ def read_completion(choice: Mapping[str, Any], settings: SamplingSettings, vocab
         The response.
 
     Raises:
-        FaultError: if the answer is empty or lacks what was asked for.
+        FaultError: if the answer is empty or longer than what was asked for.
     """
     token_ids = tuple(choice["token_ids"])
     logprobs = choice["logprobs"]
-    if not token_ids or len(logprobs["token_logprobs"]) != len(token_ids):
-        raise FaultError("the rollout server returned an empty response, or one without its log-probs")
+    check_length(len(token_ids), settings.max_tokens, "the rollout server's response")
     distribution = top_ids = top_logprobs = None
     if settings.distribution in ("full", "top_k"):
         rows = [{int(key.rpartition(":")[2]): value for key, value in row.items()} for row in logprobs["top_logprobs"]]
@@ -285,8 +293,3 @@ def is_alive(url: str) -> bool:
             return True
     except OSError:
         return False
-
-
-def end_with_parent() -> None:
-    """In the server's process, before it begins: end when the trainer's process does, however it ends."""
-    ctypes.CDLL(None).prctl(1, signal.SIGTERM)  # PR_SET_PDEATHSIG

@@ -1,0 +1,1 @@
+"""One script per performance goal; `python -m benchmarks` runs them into one table."""
