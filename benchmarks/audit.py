@@ -17,6 +17,7 @@ import tempfile
 import time
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pyarrow as pa
@@ -24,6 +25,13 @@ import pyarrow.parquet as pq
 
 MEAN_LENGTH = 1000
 ROWS_A_GROUP = 2000
+GOALS = (
+    (".parquet", "drift and the paper's gates", 20e6),
+    (".parquet", "everything", 5e6),
+    (".jsonl", "drift and the paper's gates", 1e6),
+    (".jsonl", "everything", 1e6),
+)
+"""File, what is measured of it, and the rate it should reach, in tokens a second on two cores."""
 
 
 def make_rows(rng: np.random.Generator, num_rows: int) -> pa.RecordBatch:
@@ -100,13 +108,38 @@ def measure(path: Path, options: list[str]) -> tuple[float, float, float, int]:
         )
 
 
+def goals_of(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Compare the slowest row of each kind, and the largest peak, with the goals."""
+    goals = []
+    for file, what, limit in GOALS:
+        rates = [row["rate"] for row in rows if row["file"] == file and row["what"] == what]
+        if rates:
+            text = f"{file}: {what}, tokens/s without the start"
+            goals.append((text, min(rates), limit, "at_least"))
+    goals.append(("peak memory, MiB", max(row["peak_mib"] for row in rows), 1000.0, "at_most"))
+    return [
+        {
+            "goal": text,
+            "value": value,
+            "limit": limit,
+            "direction": direction,
+            "met": value >= limit if direction == "at_least" else value <= limit,
+        }
+        for text, value, limit, direction in goals
+    ]
+
+
 def main() -> int:
     """Print a Markdown table."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--tokens", type=float, nargs="+", default=[1e6, 1e7])
     parser.add_argument("--jsonl-tokens", type=float, default=2e6, help="tokens of the JSONL file; 0 for none")
+    parser.add_argument("--json", type=Path, metavar="PATH", help="write rows and goals as JSON")
+    parser.add_argument("--quick", action="store_true", help="a rehearsal: 200,000 tokens of each kind")
     parser.add_argument("--folder", type=Path, default=Path(tempfile.gettempdir()) / "audit_benchmark")
     arguments = parser.parse_args()
+    if arguments.quick:
+        arguments.tokens, arguments.jsonl_tokens = [2e5], 2e5
     arguments.folder.mkdir(parents=True, exist_ok=True)
     try:
         jobs = []
@@ -124,17 +157,23 @@ def main() -> int:
         print(
             f"{os.cpu_count()} cores; an audit of one sequence: quick {start[True]:.2f} s, full {start[False]:.2f} s\n"
         )
+        rows: list[dict[str, Any]] = []
         print("| file | what | tokens | seconds | CPU seconds | tokens/s | peak MiB |\n|---|---|---|---|---|---|---|")
         for path, options in jobs:
             seconds, cpu, peak, num_tokens = measure(path, options)
             rate = num_tokens / max(seconds - start[bool(options)], 1e-9)
             what = "drift and the paper's gates" if options else "everything"
+            row = dict(file=path.suffix, what=what, tokens=num_tokens, seconds=seconds, cpu_seconds=cpu, rate=rate)
+            rows.append(row | {"peak_mib": peak, "start_seconds": start[bool(options)]})
             print(
                 f"| {path.suffix} | {what} | {num_tokens:,} | {seconds:.1f} | {cpu:.1f} | {rate:,.0f} | {peak:.0f} |",
                 flush=True,
             )
     finally:
         shutil.rmtree(arguments.folder)
+    if arguments.json is not None:
+        text = json.dumps({"benchmark": "audit", "rows": rows, "goals": goals_of(rows)}, indent=1)
+        arguments.json.write_text(text + "\n", encoding="utf-8")
     return 0
 
 

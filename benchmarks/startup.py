@@ -26,7 +26,7 @@ PARTS = ("commands", "reproduce")
 REPEATS = 7
 LIMIT_SECONDS = 0.5
 MARKS = {"folder": "config.yaml", "evaluation": '"kind": "evaluate"', "first step": '"kind": "train"'}
-PATIENCE_SECONDS = 300
+PATIENCE_SECONDS = 600
 
 
 def command_line() -> list[str]:
@@ -85,6 +85,7 @@ def first_step(settings: list[str]) -> dict[str, float]:
 
 def main() -> int:
     """Measure every command and print a Markdown table."""
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit("terminated"))  # so that what was started is ended, too
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     add_report_arguments(parser)
     parser.add_argument("--starts", type=int, default=5, help="of reproduce")

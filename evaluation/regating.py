@@ -28,6 +28,7 @@ class StoredUpdate:
         statistics: of its B sequences; with the run's advantages, and its own decisions as reference mask.
         rewards: ``[B]`` float32.
         groups: ``[B]`` int64; sequences with the same number share a prompt.
+        num_missing: sequences of the step that are in none of its updates.
     """
 
     step: int
@@ -35,6 +36,7 @@ class StoredUpdate:
     statistics: TokenStatistics
     rewards: Tensor
     groups: Tensor
+    num_missing: int = 0
 
 
 GateFunction = Callable[[StoredUpdate], Tensor]

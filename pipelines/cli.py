@@ -2,11 +2,14 @@
 
 import argparse
 import importlib
+import os
 import sys
 from typing import NoReturn
 
 from trm_repro import __version__
 from trm_repro.errors import FaultError, InputError
+
+os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # read when torch is loaded: no warnings of its C++ parts
 
 COMMANDS = {
     "reproduce": "run every arm with every seed, then draw the figures and write the report",

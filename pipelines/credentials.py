@@ -2,12 +2,20 @@
 
 import dataclasses
 import re
+from urllib.parse import quote, quote_plus, unquote
 
 from trm_repro.config import RunConfig
+
+HOST_AND_PATH = re.compile(r"[^:@/?#]*(:[0-9]*)?(/[^@]*)?")
+SHORTEST_SECRET = 3
+"""Characters; what is shorter is left in messages, which would otherwise lose their own words."""
 
 
 def without_credentials(uri: str) -> str:
     """Drop user name, password and query values from an address; other text is left as it is.
+
+    What stands before the last @ of an address with a host is taken for user and password, also where a password holds
+    characters that it should have encoded. An address that begins with a path, such as SQLite's, has no user.
 
     Args:
         uri: such as ``https://user:password@host/path?token=secret``.
@@ -18,10 +26,41 @@ def without_credentials(uri: str) -> str:
     scheme, separator, rest = uri.partition("://")
     if not separator:
         return uri
-    authority, slash, path = rest.partition("/")
-    before_query, mark, query = f"{authority.rpartition('@')[2]}{slash}{path}".partition("?")
-    before_query = re.sub(r"^[^/]*@", "", before_query)  # a password may hold a slash
-    return f"{scheme}://{before_query}{mark}{re.sub(r'=[^&]*', '=***', query)}"
+    _, rest = _divided(rest)
+    path, mark, query = rest.partition("?")
+    hidden = "&".join(f"{name}=***" if equals else "***" for name, equals, _ in _items(query))
+    return f"{scheme}://{path}{mark}{hidden if query else ''}"
+
+
+def censored(text: str, uri: str) -> str:
+    """Hide in a message what an address holds of user names, passwords and query values, whole or in part.
+
+    Args:
+        text: such as a library's message, which may repeat the address, or parts of it.
+        uri: the address.
+
+    Returns:
+        The text with ``***`` in their places.
+    """
+    rest = uri.partition("://")[2]
+    userinfo, rest = _divided(rest)
+    values = [value or name for name, _, value in _items(rest.partition("?")[2])]
+    pieces = [userinfo, userinfo.partition(":")[2], *re.split(r"[/:?#@&=]", userinfo), *values]
+    secrets = {form(piece) for piece in pieces for form in (str, quote, quote_plus, unquote)}
+    for secret in sorted(secrets, key=len, reverse=True):
+        text = text.replace(secret, "***") if len(secret) >= SHORTEST_SECRET else text
+    return text
+
+
+def _divided(rest: str) -> tuple[str, str]:
+    """Divide what follows the scheme into user and password, and host, path and query."""
+    userinfo, at, host = rest.rpartition("@")
+    is_in_query = "?" in userinfo and HOST_AND_PATH.fullmatch(userinfo.partition("?")[0]) is not None
+    return ("", rest) if not at or rest.startswith("/") or is_in_query else (userinfo, host)
+
+
+def _items(query: str) -> list[tuple[str, str, str]]:
+    return [item.partition("=") for item in query.split("&")] if query else []
 
 
 def public_config(config: RunConfig) -> RunConfig:

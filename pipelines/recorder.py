@@ -68,10 +68,10 @@ class StepRecorder(L.Callback):
             timings, spans = self.timings(entry.metrics["rollout/num_tokens"], data, pl_module)
             self.latest = replace(entry, metrics=entry.metrics | timings, spans=spans, time=time.time())
             self.spool.append(self.latest)
-        if (step + 1) % self.config.output.checkpoint_every_steps == 0 or is_last:
-            self.save_checkpoint(trainer)
         if ranks.is_first():
             self.remove_old_shards(step)
+        if (step + 1) % self.config.output.checkpoint_every_steps == 0 or is_last:
+            self.save_checkpoint(trainer)
 
     def describe(self, step: int, records: list[UpdateRecord]) -> SpoolEntry:
         """Write a step's masks, and collect its metrics but for the times."""

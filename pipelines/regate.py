@@ -18,6 +18,13 @@ if TYPE_CHECKING:
     from evaluation.regating import GateFunction, StoredUpdate
     from trm_repro.shards import MaskRow
 
+MISSING = {
+    "total_variation": "mask files hold the policy's log-probs of the sampled tokens alone, so what a shard stores of "
+    "the rollout's other tokens (all or the K largest) has nothing to be compared with; dppo_binary_tv needs no more",
+    "kl": "mask files hold exact KL where rollout.distribution is full or hidden; sampled and top_k have none",
+}
+"""Why a statistic that a gate needs may not be there."""
+
 HELP = "replay a stored run under any gate: what it would keep, and the bias that makes; no model, no GPU"
 
 
@@ -52,24 +59,38 @@ def run(arguments: argparse.Namespace) -> int:
     check_folder(out)
     gates = _gates(arguments.gate, arguments.arm)
     updates = [update for shard, masks in find_files(arguments.path, arguments.masks) for update in read(shard, masks)]
+    available = frozenset.intersection(*(update.statistics.available for update in updates))
+    left_out: dict[str, str] = {}
     if not gates:
-        available = updates[0].statistics.available
-        gates = {name: gate_function(name) for name, spec in GATE_SPECS.items() if spec.needs <= available}
-        skipped = sorted(set(GATE_SPECS) - set(gates))
-        sys.stderr.write(f"regate: left out for lack of data: {', '.join(skipped)}\n" if skipped else "")
+        left_out = {name: why for name, spec in GATE_SPECS.items() if (why := _lacks(spec.needs - available))}
+        gates = {name: gate_function(name) for name in GATE_SPECS if name not in left_out}
+    for text in arguments.gate:
+        if why := _lacks(GATE_SPECS[text.split(",")[0]].needs - available):
+            raise InputError(f"{arguments.path}: gate {text} cannot be replayed: {why}")
     try:
         rows = regate(updates, {"stored": _stored, **gates})
     except ValueError as error:
         raise InputError(f"{arguments.path}: {error}") from None
+    notes = "".join(f"{name} left out: {why}\n" for name, why in left_out.items())
+    num_missing = sum({update.step: update.num_missing for update in updates}.values())
+    if num_missing:
+        notes += f"{num_missing:,} sequences of the shards have no row in the mask files and are in no number here\n"
     out.mkdir(parents=True, exist_ok=True)
-    write_atomically(out / "regate.json", json.dumps(regating_document(rows), indent=2) + "\n")
-    write_atomically(out / "regate.md", regating_table(rows) + "\n")
+    document = regating_document(rows) | {"left_out": left_out, "num_missing_sequences": num_missing}
+    write_atomically(out / "regate.json", json.dumps(document, indent=2) + "\n")
+    write_atomically(out / "regate.md", f"{regating_table(rows)}\n{notes and chr(10) + notes}")
     draw_regating(rows).savefig(out / "regate.partial.png", dpi=150)
     (out / "regate.partial.png").replace(out / "regate.png")
+    sys.stderr.write("".join(f"regate: {note}\n" for note in notes.splitlines()))
     num_steps = len({row.step for row in rows})
     scope = f"means over the {num_steps} steps whose shards were kept, {len(updates)} updates"
     sys.stdout.write(f"{regating_table(rows)}\n\n{scope}; files: {out}\n")
     return 0
+
+
+def _lacks(missing: frozenset[str]) -> str:
+    """Say why statistics are not there; empty where none is missing."""
+    return "; ".join(f"needs {name}: {MISSING.get(name, 'the run did not store it')}" for name in sorted(missing))
 
 
 def find_files(path: Path, masks: Path | None = None) -> list[tuple[Path, Path]]:
@@ -123,6 +144,7 @@ def read(shard: Path, masks: Path) -> "list[StoredUpdate]":
     unused: dict[str, Any] = dict.fromkeys(TOKEN_TENSORS)
     rollouts = [dataclasses.replace(rollout, **unused) for rollout in rollouts]
     rows: dict[int, list[MaskRow]] = {}
+    seen: set[tuple[int, int]] = set()
     for row in read_masks(masks):
         lengths = len(rollouts[row.sequence_id].response_ids) if row.sequence_id < len(rollouts) else None
         if lengths != len(row.policy_logprobs):
@@ -130,7 +152,13 @@ def read(shard: Path, masks: Path) -> "list[StoredUpdate]":
                 f"{masks}: sequence {row.sequence_id} has {len(row.policy_logprobs)} tokens, in {shard} "
                 f"{'it is missing' if lengths is None else lengths}; give the masks of the same step"
             )
+        if (row.update, row.sequence_id) in seen:
+            raise InputError(
+                f"{masks}: update {row.update} has sequence {row.sequence_id} twice; write the masks again"
+            )
+        seen.add((row.update, row.sequence_id))
         rows.setdefault(row.update, []).append(row)
+    num_missing = len(rollouts) - len({row.sequence_id for own in rows.values() for row in own})
     updates = []
     for update, own in sorted(rows.items()):
         batch = RolloutBatch.from_rollouts([rollouts[row.sequence_id] for row in own])
@@ -145,7 +173,14 @@ def read(shard: Path, masks: Path) -> "list[StoredUpdate]":
         kept = torch.tensor([row.kept for row in own])
         statistics = dataclasses.replace(statistics, reference_mask=kept)
         updates.append(
-            StoredUpdate(step=step, update=update, statistics=statistics, rewards=batch.rewards, groups=batch.groups)
+            StoredUpdate(
+                step=step,
+                update=update,
+                statistics=statistics,
+                rewards=batch.rewards,
+                groups=batch.groups,
+                num_missing=num_missing,
+            )
         )
     if not updates:
         raise InputError(f"{masks}: has no masks")

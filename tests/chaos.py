@@ -67,6 +67,7 @@ def kill_inside_stages(folder: Path, *, kills: int, seed: int) -> tuple[Report, 
         What was done, and what the undisturbed and the disturbed run came to.
     """
     rng = random.Random(seed)
+    folder.mkdir(parents=True, exist_ok=True)
     settings = [*SETTINGS, f"num_steps={2 * kills}", f"output.warm_start_dir={folder / 'warm_starts'}", "seed=1"]
     words = ["train", "--arm", ARM, *settings]
     usual = json.loads(_train([*words, f"output.dir={folder / 'undisturbed'}"], folder, None))

@@ -85,6 +85,7 @@ def smoke(tmp_path_factory: pytest.TempPathFactory, worker_id: str) -> Path:
                 "reproduce", SMOKE, f"output.dir={folder / 'runs'}", f"output.warm_start_dir={folder / 'warm_starts'}"
             )
             assert done.returncode == 0, done.stdout + done.stderr
+            (folder / "stderr.txt").write_text(done.stderr)
             said.write_text(done.stdout)
     return folder
 

@@ -4,11 +4,13 @@ The command line merges, in order: the defaults, each file, the arm's file, each
 Loads without torch.
 """
 
+import copy
 import dataclasses
 import difflib
+import functools
 import hashlib
 import json
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -179,7 +181,7 @@ def load_config(files: Sequence[str | Path] = (), overrides: Sequence[str] = ())
     Raises:
         InputError: if a file cannot be read, a key is unknown, or a value has the wrong type or range.
     """
-    merged = OmegaConf.structured(RunConfig)
+    merged = copy.deepcopy(_defaults())
     for file in files:
         merged = _merge(merged, _read_yaml(Path(file)), source=str(file))
     for override in overrides:
@@ -236,6 +238,11 @@ def config_hash(*sections: object) -> str:
     return hashlib.sha256(json.dumps(plain, sort_keys=True).encode()).hexdigest()[:12]
 
 
+@functools.cache
+def _defaults() -> DictConfig:
+    return OmegaConf.structured(RunConfig)
+
+
 def _read_yaml(path: Path) -> DictConfig:
     try:
         text = path.read_text(encoding="utf-8")
@@ -263,19 +270,20 @@ def _merge(base: DictConfig, update: DictConfig, source: str) -> DictConfig:
     for section in base:
         if isinstance(base[section], DictConfig) and not isinstance(update.get(section, base[section]), DictConfig):
             raise InputError(f"{source}: {section} is a section with keys of its own, got {update[section]!r}")
-    for key, value in flat_items(update):
+    items = flat_items(update)
+    for key, value in items:
         if isinstance(value, str) and value == "???":
             raise InputError(f"{source}: {key}=??? is no value")
     try:
-        merged = OmegaConf.merge(base, update)
+        merged = OmegaConf.unsafe_merge(base, update)  # into the base, which no other configuration shares
     except ConfigKeyError as error:
         key = str(error.full_key)
         raise InputError(f"{source}: unknown key {key!r}{_suggestion(key, _all_keys(base))}") from None
     except (OmegaConfBaseException, ValueError, TypeError) as error:
-        named = getattr(error, "full_key", "") or ", ".join(key for key, _ in flat_items(update))
+        named = getattr(error, "full_key", "") or ", ".join(key for key, _ in items)
         raise InputError(f"{source}: {named}: {_first_line(error)}") from None
     assert isinstance(merged, DictConfig)
-    for key, value in flat_items(update):  # OmegaConf takes a 1 for a true
+    for key, value in items:  # OmegaConf takes a 1 for a true
         if isinstance(OmegaConf.select(merged, key), bool) and not isinstance(value, bool):
             raise InputError(f"{source}: {key}: expected true or false, got {value!r}")
     return merged
@@ -283,13 +291,15 @@ def _merge(base: DictConfig, update: DictConfig, source: str) -> DictConfig:
 
 def flat_items(config: DictConfig, prefix: str = "") -> list[tuple[str, object]]:
     """List the leaves of a configuration under dotted keys; a list is one leaf."""
-    items: list[tuple[str, object]] = []
-    for key, value in OmegaConf.to_container(config, throw_on_missing=False).items():
+    return list(_flat(OmegaConf.to_container(config, throw_on_missing=False), prefix))
+
+
+def _flat(section: Mapping[str, object], prefix: str) -> Iterator[tuple[str, object]]:
+    for key, value in section.items():
         if isinstance(value, dict) and value:
-            items += flat_items(OmegaConf.create(value), f"{prefix}{key}.")
+            yield from _flat(value, f"{prefix}{key}.")
         else:
-            items.append((f"{prefix}{key}", value))
-    return items
+            yield f"{prefix}{key}", value
 
 
 def _all_keys(config: DictConfig, prefix: str = "") -> list[str]:

@@ -8,6 +8,7 @@ import contextlib
 import os
 import re
 from collections.abc import Sequence
+from functools import lru_cache
 from pathlib import Path
 
 import pyarrow as pa
@@ -106,9 +107,18 @@ def remove_unused_heads(folder: Path) -> None:
     needed: set[int] = set()
     for shard in folder.glob("step_*.parquet"):
         try:
-            needed |= set(pq.read_table(shard, columns=["weight_version"]).column(0).to_pylist())
-        except (pa.ArrowException, OSError, KeyError):
-            continue  # mask files and damaged shards need no head
+            needed |= _versions(shard, shard.stat().st_mtime_ns)
+        except OSError:
+            continue
     for version in heads.keys() - needed:
         if version < max(needed, default=version + 1):
             heads[version].unlink(missing_ok=True)
+
+
+@lru_cache(maxsize=1 << 16)
+def _versions(shard: Path, changed: int) -> frozenset[int]:
+    """Read the weight versions of a shard, once for each time it was written: this is asked after every step."""
+    try:
+        return frozenset(pq.read_table(shard, columns=["weight_version"]).column(0).to_pylist())
+    except (pa.ArrowException, KeyError):
+        return frozenset()  # mask files and damaged shards need no head

@@ -110,6 +110,7 @@ class TRMModule(L.LightningModule):
             measurement = self.measure(batch)  # lines 1 and 2: divergences under the current policy
             sequence_mask = self.mask(measurement, batch, batch_idx)  # line 3
             batch = weigh_tokens(self.weigh(batch, sequence_mask, batch_idx), measurement, self.config.mask)
+            batch = dataclasses.replace(batch, policy_normalizers=measurement.normalizers)  # of the same weights
         with self.clock.measure("update"), memory_limited("update", UPDATE_KEYS):
             loss, has_gradient = self.backward_kept(batch, sequence_mask)  # line 4
             before = copy_parameters(self.policy) if self.config.update.step_limit is not None else None

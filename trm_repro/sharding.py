@@ -50,17 +50,16 @@ def shard_policy(policy: Policy, config: TrainerConfig, mesh: DeviceMesh) -> Non
         config: gives compute dtype and offloading.
         mesh: of one dimension.
     """
+    precision = {"param_dtype": getattr(torch, config.compute_dtype), "reduce_dtype": torch.float32}
     options: dict[str, Any] = {
         "mesh": mesh,
-        "mp_policy": MixedPrecisionPolicy(
-            param_dtype=getattr(torch, config.compute_dtype), reduce_dtype=torch.float32, cast_forward_inputs=True
-        ),
         "offload_policy": CPUOffloadPolicy() if config.cpu_offload else OffloadPolicy(),
         "reshard_after_forward": True,
     }
     for layer in policy.model.model.layers:
-        fully_shard(layer, **options)
-    fully_shard(policy, **options)
+        fully_shard(layer, mp_policy=MixedPrecisionPolicy(**precision, cast_forward_inputs=True), **options)
+    # FSDP would cast what it finds in a batch, too: log-probs to bfloat16, or bfloat16 hidden states to float32.
+    fully_shard(policy, mp_policy=MixedPrecisionPolicy(**precision, cast_forward_inputs=False), **options)
     register_fsdp_forward_method(policy, "next_token_distribution")
 
 

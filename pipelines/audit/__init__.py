@@ -1,7 +1,7 @@
 """`trm-repro audit PATH ...`: measure the mismatch in anybody's rollout dump, without vLLM and without a GPU.
 
 Files flow one way: sources (bytes to columns), adapters (whose names), checks and loading (checked chunks), statistics
-and drift (numbers), acceptance, slices, findings and advice, then wording, output, terminal and page.
+and drift (numbers), acceptance, gate_counts, top_k, slices, findings and advice, then wording, output, terminal, page.
 """
 
 import argparse

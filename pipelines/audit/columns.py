@@ -3,8 +3,6 @@
 Shape letters: B rows, N values. No Python loop over tokens: lists of a Parquet file keep their Arrow buffers.
 """
 
-import array as buffers
-import contextlib
 from collections import Counter
 from dataclasses import dataclass
 from typing import Any
@@ -186,9 +184,6 @@ def from_rows(rows: list[Any]) -> tuple[Column | None, list[tuple[int, str]]]:
 
 def _list_of_numbers(row: Any) -> Array:  # noqa: ANN401
     """Make float64 of a list of numbers, whose nulls become NaN; a text is no number even where it looks like one."""
-    if row and isinstance(row, list):
-        with contextlib.suppress(TypeError, OverflowError):  # of what is no number, and of integers beyond a float
-            return np.frombuffer(buffers.array("d", row))
     array = np.array(row)
     if array.ndim == 0:
         raise ValueError("one number where other rows have a list")

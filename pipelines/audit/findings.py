@@ -227,7 +227,7 @@ class Signatures:
 
     def _normal(self, drift: dict[str, Any]) -> Finding | None:
         mean, error = drift["ratio_mean"], drift["ratio_standard_error"]
-        if abs(mean - 1) <= NUM_DEVIATIONS * error or abs(mean - 1) < 1e-3:
+        if self.num_tokens < 2 or abs(mean - 1) <= NUM_DEVIATIONS * error or abs(mean - 1) < 1e-3:
             return None
         return Finding(
             "ratio_mean",
@@ -252,6 +252,10 @@ class Signatures:
             found.append(Finding("mixed_dtypes", "note", f"log-probs are of types {', '.join(sorted(reading.dtypes))}"))
         for code, message in sorted(reading.notes.items()):
             found.append(Finding(code, "note", message))
+        if counts["empty_sequences"] and not drift["longest"]:
+            found.append(
+                Finding("no_tokens", "warning", "no sequence has a token, so nothing is measured; see the mask")
+            )
         messages = {
             "bad_rows": ("bad row was left out", "bad rows were left out"),
             "nonfinite_sequences": (

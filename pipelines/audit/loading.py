@@ -125,6 +125,9 @@ def _choose(
         raise InputError(f"{path}: {late[0]} is in later rows and in none of the first; give it to every row")
     fields.update({"format": name} | found | fields)
     found = {ours: theirs for ours, theirs in fields.items() if ours != "format"}
+    reason = top_k.unused(found)
+    if reason is not None:
+        reading.notes["top_k_unused"] = reason
     reading.formats[name] += is_first
     reading.used |= found
     reading.unused |= set(available) - set(found.values()) - unread

@@ -2,6 +2,7 @@
 
 import enum
 import json
+import re
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -13,6 +14,8 @@ import pyarrow.parquet as pq
 from pipelines.audit.columns import from_arrow
 from pipelines.audit.sources import RawChunk, find_files
 from trm_repro.errors import InputError
+
+NUMBER = re.compile(r"[0-9]+")
 
 
 class FileKind(enum.Enum):
@@ -46,15 +49,30 @@ def kind_of(path: Path) -> FileKind:
 def find_dumps(patterns: list[str]) -> list[Path]:
     """Find the files to audit; of a folder of ours, such as a run's, the rollout shards alone.
 
+    Files of one folder whose names differ in numbers alone are taken to be of one kind, so that a store of thousands of
+    shards is listed without opening each; what is in a file is checked when it is read.
+
     Raises:
         InputError: if a pattern finds nothing that can be read.
     """
     files: dict[Path, None] = {}
     for pattern in patterns:
         found = find_files([pattern])
-        own = [file for file in found if kind_of(file) is FileKind.SHARD] if Path(pattern).is_dir() else []
-        files |= dict.fromkeys(own or found)
+        files |= dict.fromkeys((_own_shards(found) if Path(pattern).is_dir() else []) or found)
     return list(files)
+
+
+def _own_shards(files: list[Path]) -> list[Path]:
+    alike: dict[tuple[Path, str], list[Path]] = {}
+    for file in files:
+        alike.setdefault((file.parent, NUMBER.sub("#", file.name)), []).append(file)
+    kinds = {key: next(filter(_is_own, map(kind_of, own)), FileKind.OTHER) for key, own in alike.items()}
+    is_shard = {file for key, own in alike.items() if kinds[key] is FileKind.SHARD for file in own}
+    return [file for file in files if file in is_shard]
+
+
+def _is_own(kind: FileKind) -> bool:
+    return kind is not FileKind.OTHER
 
 
 def read_policy(shard: Path, masks: Path | None) -> PolicyRows:

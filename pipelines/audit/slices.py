@@ -10,7 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from pipelines.audit.columns import Array, Offsets
-from pipelines.audit.statistics import Chunk, Float64, Sequences, Tokens, segment_max, segment_sum
+from pipelines.audit.statistics import Chunk, Float64, Sequences, Tokens
 
 PROBABILITY_EDGES = (0.01, 0.1, 0.5, 0.9, 0.99)
 NUM_DOUBLINGS = 25
@@ -42,8 +42,12 @@ class Sliced:
 
     def add_runs(self, bins: Offsets, boundaries: Offsets, tokens: Tokens) -> None:
         """Add runs of tokens, each to its bin: run k, of ``[K]``, lies between boundaries k and k + 1."""
-        sums = [segment_sum(values, boundaries) for values in (tokens.log_ratio, tokens.k2, tokens.k3)]
-        self._add(bins, np.diff(boundaries), sums, segment_max(tokens.k2, boundaries))
+        num_tokens = np.diff(boundaries)
+        is_some = num_tokens > 0
+        if is_some.any():
+            starts = boundaries[:-1][is_some]
+            sums = [np.add.reduceat(values, starts) for values in (tokens.log_ratio, tokens.k2, tokens.k3)]
+            self._add(bins[is_some], num_tokens[is_some], sums, np.maximum.reduceat(tokens.k2, starts))
 
     def add_sequences(self, bins: Offsets, sequences: Sequences) -> None:
         """Add whole sequences, ``[B]``, each to its bin."""

@@ -24,6 +24,16 @@ FIELDS = ("rollout_top_ids", "rollout_top_logprobs", "policy_top_ids", "policy_t
 def check_top(columns: dict[str, Column], fields: dict[str, str], rows: Rows) -> None:
     """Drop rows that have not K entries a token, the same K in all rows, or ids that are no whole numbers from 0."""
     lengths = columns["rollout_logprobs"].lengths
+    sides = [columns.get(f"{side}_top_logprobs") for side in ("rollout", "policy")]
+    if "policy_top_ids" not in columns and sides[0] is not None and sides[1] is not None:
+        sizes = [side.lengths for side in sides if side is not None]
+        rows.drop(
+            sizes[0] != sizes[1],
+            lambda i: (
+                f"{sizes[0][i]} {fields['rollout_top_logprobs']} but {sizes[1][i]} "
+                f"{fields['policy_top_logprobs']}; give policy_top_ids where the policy's list is its own"
+            ),
+        )
     for name in FIELDS:
         column = columns.get(name)
         if column is None:
@@ -50,6 +60,21 @@ def num_entries(column: Column, lengths: Array) -> int:
     is_some = lengths > 0
     ratios = column.lengths[is_some] // np.maximum(lengths[is_some], 1)
     return max(1, int(np.bincount(ratios).argmax())) if len(ratios) else 1
+
+
+def unused(fields: dict[str, str]) -> str | None:
+    """Say why top-K columns that are there cannot be used; None where they can, or where there are none."""
+    given = [fields[name] for name in FIELDS if name in fields]
+    if not given:
+        return None
+    if not {"rollout_top_ids", "rollout_top_logprobs"} <= set(fields):
+        return f"{', '.join(given)}: not used; rollout_top_ids and rollout_top_logprobs are both needed"
+    if not {"policy_top_logprobs", "policy_log_distribution", "token_ids"} & set(fields):
+        return (
+            f"{', '.join(given)}: not used; nothing is known of the policy at these tokens: give policy_top_logprobs, "
+            "policy_log_distribution, or token_ids for the sampled token alone"
+        )
+    return None
 
 
 def intervals(columns: dict[str, Column], sampled_ids: Array | None) -> TokenInterval | None:

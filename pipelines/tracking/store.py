@@ -16,9 +16,9 @@ os.environ.setdefault("GIT_PYTHON_REFRESH", "quiet")
 
 from mlflow import MlflowClient
 from mlflow.exceptions import MlflowException
-from sqlalchemy.exc import ArgumentError, DatabaseError, NoSuchModuleError, SQLAlchemyError
+from sqlalchemy.exc import ArgumentError, DatabaseError, DBAPIError, NoSuchModuleError, SQLAlchemyError
 
-from pipelines.credentials import without_credentials
+from pipelines.credentials import censored, without_credentials
 from trm_repro.config import RunConfig
 from trm_repro.errors import InputError
 from trm_repro.file_locks import file_lock
@@ -94,12 +94,13 @@ def ensure_sqlite_store(path: Path) -> None:
 
 
 def reason(error: BaseException, uri: str) -> str:
-    """Say why in one line, without what the URI holds of user names and passwords."""
-    line = (str(error).splitlines() or [""])[0].strip() or type(error).__name__
-    secret = uri.partition("://")[2].rpartition("@")[0]
-    for part in (secret, secret.partition(":")[2]):
-        line = line.replace(part, "***") if part else line
-    return line[:200]
+    """Say why in one line, in a database's own words, without what the URI holds of user names and passwords."""
+    cause: BaseException | None = error
+    while cause is not None and not isinstance(cause, DBAPIError):
+        cause = cause.__cause__ or cause.__context__
+    told = error if cause is None or cause.orig is None else cause.orig
+    line = (str(told).splitlines() or [""])[0].strip() or type(error).__name__
+    return censored(line, uri)[:200]
 
 
 def how_to_browse(uri: str) -> str:

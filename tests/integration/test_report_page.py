@@ -5,22 +5,16 @@ from pathlib import Path
 
 import pytest
 
-from pipelines.cli import main
 from tests.browser import Browser
-from tests.experiments import store_experiment
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
 
 SHOWN = "[...document.images].filter(image => image.checkVisibility())"
 
 
-@pytest.fixture(scope="module")
-def page(tmp_path_factory: pytest.TempPathFactory) -> str:
-    folder = tmp_path_factory.mktemp("report") / "runs"
-    config = store_experiment(folder, seeds=(1,), num_steps=2)
-    words = [f"output.dir={config.output.dir}", "name=made", "claims.num_random_pairs=5"]
-    assert main(["report", *words]) == 0
-    return (Path(config.output.dir) / "report.html").as_uri()
+@pytest.fixture
+def page(smoke: Path) -> str:
+    return (smoke / "runs" / "report.html").as_uri()
 
 
 def set_view(browser: Browser, theme: str, width: int, height: int) -> None:

@@ -134,7 +134,8 @@ class SlowProxy:
         class Handler(BaseHTTPRequestHandler):
             def pass_on(self) -> None:
                 body = self.rfile.read(int(self.headers.get("Content-Length", 0))) or None
-                headers = {"Content-Type": self.headers.get("Content-Type", "application/json")}
+                own = ("Host", "Content-Length", "Accept-Encoding", "Connection")
+                headers = {name: value for name, value in self.headers.items() if name not in own}
                 request = Request(server.uri + self.path, data=body, headers=headers, method=self.command)
                 try:
                     with urlopen(request, timeout=30) as answer:

@@ -62,7 +62,7 @@ def test_a_threshold_takes_30_sequences_with_tokens(tmp_path):
 
 
 def test_a_quick_audit_looks_for_signatures_in_the_first_tokens_and_says_so(tmp_path, monkeypatch):
-    monkeypatch.setattr("pipelines.audit.sources.CHUNK_TOKENS", 500)
+    monkeypatch.setattr("pipelines.audit.sources.CHUNK_BYTES", 4000)
     monkeypatch.setattr("pipelines.audit.measure.SHIFT_TOKENS", 500)
     rows = sample(200)
     path = write_jsonl(tmp_path / "a.jsonl", [row | copied(row) for row in rows])

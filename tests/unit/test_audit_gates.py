@@ -5,8 +5,8 @@ import pytest
 import torch
 
 from pipelines.audit.acceptance import Counts, parse_arm, parse_gate
-from pipelines.audit.gate_counts import default_gates
 from pipelines.audit.advice import advise, bound_at
+from pipelines.audit.gate_counts import default_gates
 from pipelines.audit.statistics import Sequences
 from tests.unit.audit_data import audited, padded, response_mask, sample, write_jsonl
 from trm_repro.bounds import Divergences, unified_bound
@@ -74,8 +74,9 @@ def test_gates_without_what_they_need_say_so(tmp_path):
 
 
 def test_beyond_the_first_tokens_gates_see_a_share_of_the_chunks(tmp_path, monkeypatch):
-    monkeypatch.setattr("pipelines.audit.sources.CHUNK_TOKENS", 256)
+    monkeypatch.setattr("pipelines.audit.sources.CHUNK_BYTES", 2048)
     monkeypatch.setattr("pipelines.audit.gate_counts.FULL_TOKENS", 1)
+    monkeypatch.setattr("pipelines.audit.gate_counts.SHARE", 4)
     payload = audited(write_jsonl(tmp_path / "a.jsonl", ROWS))
     assert 0.1 < payload["gates_share_of_sequences"] < 0.5
     assert payload["gates"]["token_tis"]["sequence_fraction"] == pytest.approx(1.0)

@@ -31,7 +31,7 @@ def test_a_column_of_later_rows_counts_and_the_rest_have_none(tmp_path):
 
 
 def test_a_column_that_first_appears_in_a_later_chunk_counts(tmp_path, monkeypatch):
-    monkeypatch.setattr("pipelines.audit.sources.CHUNK_TOKENS", 4)
+    monkeypatch.setattr("pipelines.audit.sources.CHUNK_BYTES", 32)
     payload = audited(lines(tmp_path / "a.jsonl", GOOD, GOOD | {"reward": 1.0}))
     assert payload["columns"]["reward"] == "reward"
     assert payload["formats"] == {"generic": 1}
@@ -164,3 +164,40 @@ def test_bad_options_leave_the_dump_alone_and_exit_with_2(tmp_path, capsys, argu
     assert captured.err.count("\n") == 1
     assert path.read_bytes() == before
     assert [file.name for file in tmp_path.iterdir()] == ["a.jsonl"]
+
+
+def test_one_number_a_row_is_no_mask(tmp_path):
+    with pytest.raises(InputError, match="mask has one number a row; expected a list of 0 and 1"):
+        audited(lines(tmp_path / "a.jsonl", GOOD | {"mask": 1}))
+
+
+@pytest.mark.parametrize("name", ["step", "length"])
+def test_a_list_of_one_value_is_that_value_and_of_several_a_bad_row(tmp_path, name):
+    rows = [GOOD | {name: [2]}, GOOD | {name: [2, 2]}]
+    payload = audited(lines(tmp_path / "a.jsonl", *rows))
+    assert payload["num_sequences"] == 2
+    assert name == "length" or [row["step"] for row in payload["steps"]] == [2]
+    with pytest.raises(InputError, match=f"line 3: {name} holds a list of several values"):
+        audited(lines(tmp_path / "a.jsonl", *rows, GOOD | {name: [1, 2]}))
+
+
+def test_a_mask_that_leaves_nothing_is_a_warning(tmp_path):
+    findings = audited(lines(tmp_path / "a.jsonl", GOOD | {"mask": [0, 0]}))["findings"]
+    assert [row["code"] for row in findings if row["level"] == "warning"] == ["no_tokens"]
+
+
+@pytest.mark.parametrize(
+    ("columns", "said"),
+    [
+        ({"rollout_top_logprobs": [[-1.0]] * 2}, "are both needed"),
+        ({"rollout_top_ids": [[1]] * 2, "rollout_top_logprobs": [[-1.0]] * 2}, "nothing is known of the policy"),
+    ],
+)
+def test_top_k_that_cannot_be_used_is_said(tmp_path, columns, said):
+    findings = audited(lines(tmp_path / "a.jsonl", GOOD | columns))["findings"]
+    assert said in next(row["message"] for row in findings if row["code"] == "top_k_unused")
+
+
+def test_lines_that_are_json_to_the_standard_library_alone_are_read(tmp_path):
+    row = json.dumps(GOOD)[:-1] + ', "reward": Infinity, "note": "\\ud800"}'
+    assert audited(lines(tmp_path / "a.jsonl", row))["num_tokens"] == 2

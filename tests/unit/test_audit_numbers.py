@@ -1,5 +1,6 @@
 """Every number of an audit against a plain numpy recomputation on the same tokens."""
 
+import json
 from itertools import pairwise
 
 import numpy as np
@@ -7,7 +8,9 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from pipelines.audit.acceptance import SWEEP
+from pipelines.audit.acceptance import SWEEP, parse_arm
+from pipelines.audit.columns import offsets_of
+from pipelines.audit.slices import _doubling_runs, _tenth_runs
 from pipelines.audit.tails import QUANTILE_ERROR, Tail
 from tests.unit.audit_data import GENERIC, audited, padded, response_mask, sample, write_jsonl
 
@@ -118,6 +121,42 @@ def test_rejection_by_length_counts_the_sequences_of_each_bin(payload):
         assert row["rejected"]["trm_max_0.05"] == pytest.approx(rejected[here].mean())
 
 
+def test_each_step_says_what_every_gate_keeps_of_its_sequences(payload):
+    for step in (0, 3, 19):
+        own, row = X[10 * step : 10 * step + 10], payload["steps"][step]
+        assert row["acceptance"]["trm_max_0.1"] == np.mean([(x**2 / 2).max() <= 0.1 for x in own])
+        assert row["acceptance"]["trm_avg_0.002"] == np.mean([(np.exp(x) - 1 - x).mean() <= 0.002 for x in own])
+        assert row["gates"]["sequence_mis:low=0,high=3"] == np.mean([np.exp(x.sum()) <= 3 for x in own])
+        inside = [((np.exp(x) >= 0.5) & (np.exp(x) <= 5)).any() for x in own]
+        assert row["gates"]["icepop"] == np.mean(inside)
+    for gate in ("sequence_mis", "geometric", "opsm"):
+        assert np.mean([row["gates"][gate] for row in payload["steps"]]) == pytest.approx(
+            payload["gates"][gate]["sequence_fraction"]
+        )
+
+
+def test_a_sequence_that_is_not_finite_counts_as_rejected_in_its_step(tmp_path):
+    rows = [dict(row) for row in ROWS[:20]]
+    rows[12]["policy_logprobs"] = np.append(rows[12]["policy_logprobs"][:-1], -np.inf)
+    text = (tmp_path / "a.jsonl", [{k: np.asarray(v).tolist() for k, v in row.items() if k in GENERIC} for row in rows])
+    text[0].write_text("".join(json.dumps(row) + "\n" for row in text[1]))
+    acceptance = audited(text[0], arms=[parse_arm("trm_max_100")])["steps"][1]["acceptance"]
+    assert acceptance["trm_max_100"] == 0.9
+
+
+def test_tenths_and_doublings_are_those_of_the_position_token_by_token():
+    lengths = np.array([0, 1, 2, 9, 10, 15, 31, 32, 1000])
+    offsets = offsets_of(lengths)
+    position = np.concatenate([np.arange(length) for length in lengths])
+    length = np.repeat(lengths, lengths)
+    for runs, expected in (
+        (_tenth_runs, (2 * position + 1) * 10 // (2 * length)),
+        (_doubling_runs, np.floor(np.log2(position + 1)).astype(int)),
+    ):
+        bins, boundaries = runs(lengths, offsets)
+        assert np.repeat(bins, np.diff(boundaries)).tolist() == expected.tolist()
+
+
 def test_steps_add_up_their_own_sequences(payload):
     assert [row["step"] for row in payload["steps"]] == list(range(20))
     row, own = payload["steps"][3], X[30:40]
@@ -193,7 +232,7 @@ def test_exact_divergences_come_from_whole_distributions(tmp_path):
 
 
 def test_chunks_do_not_change_any_number(tmp_path, monkeypatch, payload):
-    monkeypatch.setattr("pipelines.audit.sources.CHUNK_TOKENS", 64)
+    monkeypatch.setattr("pipelines.audit.sources.CHUNK_BYTES", 512)
     again = audited(write_jsonl(tmp_path / "rollouts.jsonl", ROWS))
     assert again["acceptance"] == payload["acceptance"]
     assert again["rejected_by_length"] == payload["rejected_by_length"]

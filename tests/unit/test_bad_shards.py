@@ -255,24 +255,6 @@ def test_a_file_in_the_place_of_the_folder_is_refused(tmp_path):
     assert (tmp_path / "file").read_text() == "mine"
 
 
-def test_a_place_where_nothing_can_be_written_is_told_before_the_work(monkeypatch, capsys):
-    from pathlib import Path
-
-    from pipelines import session
-    from pipelines.cli import main
-
-    assert "/proc: no file can be made there (" in refusal(check_folder, Path("/proc/trm/deeper"))
-    monkeypatch.setattr(session, "set_threads", lambda number: pytest.fail("the work has begun"))
-    for words in (
-        ["train", "output.dir=/proc/trm"],
-        ["rollout", "--out", "/proc/trm"],
-        ["update", "--in", "step_00000.parquet", "--out", "/proc/trm"],
-        ["mask", "--in", "step_00000.parquet", "--out", "/proc/trm/masks.parquet"],
-    ):
-        assert main(words) == 2
-        assert "/proc: no file can be made there (" in capsys.readouterr().err
-
-
 def test_files_that_differ_in_their_ending_share_no_partial_file(tmp_path, monkeypatch):
     written = []
     real = pq.ParquetWriter

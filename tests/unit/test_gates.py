@@ -12,6 +12,7 @@ import torch
 
 from trm_repro.gate_specs import GATE_SPECS, fill_thresholds, find_spec, gate_table
 from trm_repro.masks import GATES, TokenStatistics, gate_mask, kept_sequences, token_weights
+from trm_repro.masks.token_gates import _quantile
 
 
 def statistics(ratios, *, lengths=None, rollout=0.5, **given):
@@ -318,3 +319,14 @@ def test_what_lies_on_a_threshold_is_kept():
     )
     assert gate_mask("opsm", drifted, threshold=0.5).tolist() == [True]
     assert gate_mask("opsm", drifted, threshold=0.499).tolist() == [False]
+
+
+@pytest.mark.parametrize("level", [0.0, 0.37, 0.9, 1.0])
+def test_a_quantile_from_the_largest_values_is_that_of_all(level):
+    generator = torch.Generator().manual_seed(0)
+    lengths = torch.tensor([[1], [2], [7], [30]])
+    is_real = torch.arange(30) < lengths
+    values = torch.where(is_real, torch.rand(4, 30, generator=generator), 0.0)
+    expected = torch.nanquantile(values.masked_fill(~is_real, math.nan), level, dim=-1, keepdim=True)
+    assert torch.equal(_quantile(values, lengths, level), expected)
+    assert _quantile(torch.zeros(1, 3), torch.zeros(1, 1, dtype=torch.long), level).tolist() == [[0.0]]

@@ -7,8 +7,11 @@ import pytest
 
 from trm_repro.config import load_config
 from trm_repro.errors import InputError
-from trm_repro.rollout.math_problems import prompt_token_ids, read_math_problems
+from trm_repro.rollout.math_problems import math_probe_contexts, prompt_token_ids, read_math_problems
 from trm_repro.rollout.sampler import RolloutSampler, encode_prompt
+from trm_repro.tasks import load_problems
+from trm_repro.tasks.catalog import evaluation_source
+from trm_repro.tasks.templates import render_prompts
 
 
 @pytest.fixture
@@ -53,6 +56,19 @@ def test_prompts_are_rendered_by_the_template_and_held_out_problems_by_theirs(co
     record = sampler.math.as_record()
     assert record["first_held_out_prompt"].startswith("Find the sum of all integer bases $b>9$")
     assert record["training"].endswith("4,600 rows, 42 different questions, 2 dropped for conflicting answers, 40 kept")
+
+
+def test_the_probe_reads_beginnings_of_held_out_problems_in_the_template_of_training(config, qwen3_tokenizer):
+    contexts = math_probe_contexts(with_prompts(config, probe_contexts=8, max_prompt_tokens=90), qwen3_tokenizer)
+    held_out, _ = load_problems(evaluation_source(config.evaluation))
+    rendered = render_prompts(held_out[:8], "dapo_chat", qwen3_tokenizer, "task.prompt_template")
+    assert len(contexts) == 8
+    assert len({len(context) for context in contexts}) > 1
+    for context, problem in zip(contexts, rendered, strict=True):
+        assert 22 < len(context) < 90  # more than a quarter of what fits
+        assert problem.prompt.startswith(qwen3_tokenizer.decode(context))
+    other_seed = replace(with_prompts(config, probe_contexts=8, max_prompt_tokens=90), seed=9)
+    assert math_probe_contexts(other_seed, qwen3_tokenizer) == contexts
 
 
 def test_prompts_over_the_limit_are_dropped_and_counted(config, qwen3_tokenizer):

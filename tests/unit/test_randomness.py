@@ -32,7 +32,8 @@ def test_generators_are_seeded_by_derived_seeds_or_numbers_from_the_configuratio
     for folder in ("trm_repro", "evaluation", "pipelines"):
         for path in sorted((ROOT / folder).rglob("*.py")):
             for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
-                if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute):
+                is_method = isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute)
+                if is_method and not isinstance(node.func.value, ast.Call):
                     makes = node.func.attr in ("Random", "default_rng", "RandomState") and not node.args
                     draws = ast.unparse(node.func).startswith(("random.", "np.random.")) and node.func.attr in (
                         *("random", "randint", "choice", "shuffle", "sample", "uniform", "normal", "seed"),

@@ -13,7 +13,7 @@ from pipelines.regate import arm_function, gate_function
 from tests.unit.builders import make_batch, make_rollout, near_policy, tiny_policy
 from trm_repro.config import load_arm
 from trm_repro.masks import TokenStatistics
-from trm_repro.shards import MaskRow, write_masks, write_rollouts
+from trm_repro.shards import MaskRow, read_masks, write_masks, write_rollouts
 from trm_repro.steps import gate, measure
 
 
@@ -158,7 +158,25 @@ def test_without_gates_every_one_that_the_data_allow_is_replayed(run_folder, cap
     assert main(["regate", str(run_folder / "shards"), "--out", str(tmp_path / "out")]) == 0
     out, err = capsys.readouterr()
     assert "| dppo_top_k_kl |" in out
-    assert "left out for lack of data: dppo_top_k_tv" in err
+    assert "regate: dppo_top_k_tv left out: needs total_variation: mask files hold the policy's log-probs of" in err
+
+
+def test_sequences_without_a_mask_row_are_counted_and_said(run_folder, capsys):
+    file = run_folder / "masks" / "step_00010.parquet"
+    write_masks(file, read_masks(file)[3:], 10)
+    assert main(["regate", str(run_folder), "--gate", "ser"]) == 0
+    said = "3 sequences of the shards have no row in the mask files"
+    assert said in capsys.readouterr().err
+    assert said in (run_folder / "regate" / "regate.md").read_text()
+    assert json.loads((run_folder / "regate" / "regate.json").read_text())["num_missing_sequences"] == 3
+
+
+def test_a_sequence_twice_in_an_update_is_refused(run_folder, capsys):
+    file = run_folder / "masks" / "step_00010.parquet"
+    rows = read_masks(file)
+    write_masks(file, [*rows, rows[0]], 10)
+    assert main(["regate", str(run_folder), "--gate", "ser"]) == 2
+    assert "update 0 has sequence 0 twice" in capsys.readouterr().err
 
 
 def test_one_shard_with_the_masks_that_the_mask_command_writes_beside_it(run_folder, tmp_path):
@@ -177,7 +195,7 @@ def test_one_shard_with_the_masks_that_the_mask_command_writes_beside_it(run_fol
         (["--gate", "ser,threshold=1"], "no threshold 'threshold'; did you mean 'ser_threshold'"),
         (["--gate", "ser,ser_threshold=wide"], "'ser_threshold=wide' is not a number"),
         (["--gate", "ser,exact"], "'exact' is not THRESHOLD=X or sampled"),
-        (["--gate", "dppo_top_k_tv"], "needs total_variation, which the data do not have"),
+        (["--gate", "dppo_top_k_tv"], "cannot be replayed: needs total_variation: mask files hold the policy's"),
         (["--arm", "trm_av_0.001"], "did you mean 'trm_avg_0.001'"),
         (["--masks", "/"], "no shard has masks"),
     ],

@@ -1,4 +1,5 @@
 import math
+import re
 from dataclasses import replace
 
 import pytest
@@ -16,6 +17,7 @@ from trm_repro.rollout.sampler import (
     with_advantages,
 )
 from trm_repro.tasks.chain_arithmetic import make_problem
+from trm_repro.tasks.problems import Grade
 
 EOS = TOKENIZER.eos_token_id
 
@@ -104,6 +106,15 @@ def test_sampling_follows_the_configuration():
         1.0,
         "sampled",
     )
+
+
+@pytest.mark.parametrize("reward", [1.5, -0.1, math.nan])
+def test_a_reward_outside_its_range_is_a_fault_that_names_the_problem(reward):
+    sampler = sampler_for(config_for())
+    sampler.task.grade = lambda problem, response: Grade(reward=reward, answer=None, reason="wrong")
+    name = sampler.problems(0)[0].id
+    with pytest.raises(FaultError, match=rf"the reward of problem {re.escape(name)} is {reward}, not in \[0, 1\]"):
+        sampler.sample_step(0, weight_version=0)
 
 
 def test_no_two_requests_share_a_seed_within_or_across_steps():

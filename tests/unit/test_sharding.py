@@ -1,5 +1,6 @@
 """FSDP2 on one rank: same numbers as the plain policy, float32 masters, snapshots that stay what they were."""
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -8,7 +9,8 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor
 
-from tests.unit.builders import make_batch, tiny_policy
+from tests.unit.builders import VOCAB_SIZE, make_batch, tiny_policy
+from trm_repro import policy as policy_module
 from trm_repro.config_sections import TrainerConfig
 from trm_repro.policy import Policy
 from trm_repro.rollout.vllm.weights import checkpoint_weights
@@ -23,6 +25,7 @@ from trm_repro.sharding import (
     whole,
     whole_weights,
 )
+from trm_repro.vocab import HiddenRollout
 
 BATCH = make_batch([(3, 9), (5, 4), (2, 17)], experts=True)
 
@@ -58,6 +61,33 @@ def test_a_sharded_policy_scores_and_learns_as_a_plain_one(architecture: str, se
     assert found.keys() == plain.keys()
     for name, gradient in plain.items():
         torch.testing.assert_close(found[name], gradient, atol=1e-4, rtol=1e-4)
+
+
+@pytest.mark.parametrize("compute_dtype", ["float32", "bfloat16"])
+def test_what_is_known_of_the_rollout_policy_reaches_a_sharded_policy_in_its_own_precision(
+    compute_dtype: str, monkeypatch: pytest.MonkeyPatch
+):
+    seen = []
+    real = policy_module.token_statistics
+
+    def statistics(hidden, head, token_ids, *, rollout, temperature):
+        if isinstance(rollout, HiddenRollout):
+            seen.extend((rollout.hidden.dtype, rollout.heads[0].dtype))
+        else:
+            seen.append(rollout.dtype)
+        return real(hidden, head, token_ids, rollout=rollout, temperature=temperature)
+
+    monkeypatch.setattr(policy_module, "token_statistics", statistics)
+    policy = sharded(compute_dtype=compute_dtype)
+    known = {
+        "rollout_log_distribution": None,
+        "rollout_hidden": torch.randn(len(BATCH.rollout_log_distribution), 32).bfloat16(),
+        "rollout_heads": {0: torch.randn(VOCAB_SIZE, 32).bfloat16()},
+    }
+    for batch in (BATCH, replace(BATCH, **known)):
+        with torch.no_grad():
+            policy(batch, measure=True)
+    assert seen == [torch.float32, torch.bfloat16, torch.bfloat16]
 
 
 def test_bfloat16_passes_keep_masters_and_gradients_in_float32():

@@ -74,6 +74,7 @@ def test_a_share_in_the_order_of_lengths_measures_the_same():
 
 def test_the_data_module_lays_a_ranks_sequences_in_the_order_of_their_lengths(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(ranks, "num_ranks", lambda: 2)
+    monkeypatch.setattr(ranks, "rank", lambda: 0)
     monkeypatch.setattr(ranks, "broadcast", lambda item: item)
     monkeypatch.setattr(ranks, "deal", lambda make: make(0))
     rollouts = [make_rollout(length, seed=length) for length in (9, 3, 7, 1, 5, 8, 2, 4)]

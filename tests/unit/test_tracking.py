@@ -149,26 +149,26 @@ def test_a_full_disk_of_the_store_stops_nothing_and_loses_nothing(
 
     def write(steps: range) -> None:
         for step in steps:
-            spool.append(train_entry(step, num_metrics=200))
+            spool.append(train_entry(step, num_metrics=100))
 
     with BackgroundTracker(replay, said.append) as tracking:
         tracking.track(directory)
         write(range(1, 4))
         wait_until(lambda: replay.sent.get(directory.name) == 3)
         disk.max_pages = 1
-        write(range(4, 40))  # training goes on
+        write(range(4, 20))  # training goes on
         wait_until(lambda: tracking.failure is not None)
         disk.max_pages = 2**30
-        write(range(40, 43))
+        write(range(20, 23))
         tracking.track(directory, "FINISHED")
         assert tracking.finish() is None
     assert "database or disk is full" in said[0]
     assert "training goes on, its points wait in metrics.jsonl" in said[0]
     assert said[1:] == ["MLflow answers again; the points that waited are there"]
     run_id = read_state(directory.path / "mlflow.json").run_id
-    for number in (0, 199):
+    for number in (0, 99):
         name = f"family/quantity_{number}"
-        expected = [train_entry(step, num_metrics=200) for step in range(1, 43)]
+        expected = [train_entry(step, num_metrics=100) for step in range(1, 23)]
         assert history(Tracker(config), run_id, name) == [
             (entry.step, entry.metrics[name], round(entry.time * 1000)) for entry in expected
         ]

@@ -39,6 +39,7 @@ def test_the_policy_is_sharded_where_one_plain_process_cannot_hold_it(overrides,
         (["rollout.placement=server", "rollout.engine=transformers"], "rollout.placement must be in_process"),
         (["rollout.placement=server", "rollout.distribution=hidden"], "carries no hidden states"),
         (["rollout.server_urls=[localhost]"], "rollout.server_urls must be http:// or https:// URLs"),
+        (["rollout.server_urls=[http://user:hunter2@host]"], "must be URLs without user, password and query$"),
     ],
 )
 def test_settings_that_do_not_go_together_are_refused(overrides, message):

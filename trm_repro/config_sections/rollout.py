@@ -102,4 +102,6 @@ class RolloutConfig:
             require(
                 str(url).startswith(("http://", "https://")), "rollout.server_urls", "http:// or https:// URLs", url
             )
+            if "@" in str(url) or "?" in str(url):  # not shown: it may hold a password, and urllib takes none
+                raise ValueError("rollout.server_urls must be URLs without user, password and query")
         require(1 < self.probe_factor < 10, "rollout.probe_factor", "in (1, 10)", self.probe_factor)

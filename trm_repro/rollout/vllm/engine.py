@@ -3,6 +3,7 @@
 Importing vllm takes seconds, so it happens when an engine starts.
 """
 
+import logging
 import os
 import weakref
 from collections.abc import Mapping, Sequence
@@ -54,6 +55,7 @@ class VllmEngine:
         """
         for name, value in ENVIRONMENT.items():
             os.environ.setdefault(name, value)
+        logging.getLogger("vllm").setLevel(os.environ["VLLM_LOGGING_LEVEL"].upper())  # vLLM does so after its import
         try:
             from vllm import LLM
         except ImportError as error:
@@ -280,6 +282,10 @@ def _end_earlier_engines() -> None:
     lack those of experts; and an engine that Python collects at some later moment destroys the groups that are there
     then, whoever made them.
     """
+    from vllm.distributed.parallel_state import destroy_model_parallel, model_parallel_is_initialized
+
     for llm in list(_in_process):
         llm.llm_engine.engine_core.shutdown()
     _in_process.clear()
+    if model_parallel_is_initialized():  # by an engine that did not come to its start
+        destroy_model_parallel()
