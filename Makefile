@@ -12,7 +12,7 @@ ARGS ?=
 BASE_DIGEST ?= $(shell docker buildx imagetools inspect python:3.11-slim-bookworm --format '{{.Manifest.Digest}}')
 
 .DEFAULT_GOAL := help
-.PHONY: help setup reproduce report test check bench study chaos soak docker-digest docker-cpu docker-gpu docker-lint clean
+.PHONY: help setup reproduce report test check bench study chaos fuzz soak docker-digest docker-cpu docker-gpu docker-lint clean
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-10s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -47,12 +47,13 @@ else
 	@$(BIN)/python -m pytest $(ARGS)
 endif
 
-check: setup ## lint, types, import rules
+check: setup ## lint, types, import rules, known vulnerabilities of the locked packages
 	@$(BIN)/ruff check .
 	@$(BIN)/ruff format --check .
 	@$(BIN)/mypy
 	@$(BIN)/lint-imports
 	@$(BIN)/hadolint Dockerfile
+	@$(BIN)/python -m tests.dependency_audit
 
 bench: setup ## run every script of benchmarks/ into one table (ARGS="--only NAME --quick"); goes on where it was
 	@$(BIN)/python -m benchmarks $(ARGS)
@@ -62,6 +63,15 @@ study: setup ## run the study behind docs/miniature.md (hours; goes on where it 
 
 chaos: setup ## kill -9 a run 50 times at random moments and compare its end with an undisturbed one
 	@$(BIN)/python -m tests.chaos $(ARGS)
+
+fuzz: $(VENV)/fuzz ## fuzz everything that reads files for some minutes; ARGS="--seconds 3600"
+	@PYTHONPATH=$(VENV)/fuzz $(BIN)/python -m tests.fuzz $(ARGS)
+
+# Not among the packages of `make setup`: its builds are for one Python each. Without it hypothesis draws the inputs.
+$(VENV)/fuzz: requirements/fuzz.txt | setup
+	@$(PIP) install --quiet --no-deps --upgrade --target $@ -r $< || \
+		{ echo "fuzz: no atheris for this Python here; hypothesis draws the inputs" >&2; mkdir -p $@; }
+	@touch $@
 
 soak: setup ## run 2,000 short steps and print the slopes of memory and file handles
 	@$(BIN)/python -m tests.soak $(ARGS)

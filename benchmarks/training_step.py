@@ -5,18 +5,20 @@ updates; a worker is a process. Two workers of one thread each share the machine
 in another; the machine's tokens per second are what counts. Rows are measured one after another.
 
     make bench ARGS="--only training_step"
-    python -m benchmarks.training_step --model DIRECTORY     # beside the miniature, a model of your own
+    python -m benchmarks.training_step --only model_ --model DIRECTORY     # a model of your own; minutes a step
 """
 
 import argparse
 import dataclasses
 import importlib
+import importlib.util
 import json
 import multiprocessing
 import os
 import statistics
 import sys
 import tempfile
+import traceback
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from multiprocessing.connection import Connection, wait
@@ -32,13 +34,20 @@ from benchmarks.peers.work import Work
 from pipelines.run_directory import write_atomically
 
 SYSTEMS = {"ours": ("ours", ""), "TRL, vLLM": ("trl_grpo", "vllm"), "TRL, own generation": ("trl_grpo", "own")}
-WORKERS = {1: 2, 2: 1}
-"""Threads of each worker, by number of workers."""
+WORKERS = {"miniature": {1: 2, 2: 1}, "model": {1: 2}}
+"""Threads of each worker, by number of workers; the passes of a larger model keep both cores busy."""
+WARM_UP = {"miniature": 2, "model": 1}
 TRL_LIMITS = {
     "miniature": {"TRL, vLLM": 2.0, "TRL, own generation": 1.3},
     "model": {"TRL, vLLM": 1.2, "TRL, own generation": 3.0},
 }
 MASK_LIMITS = {"sampled": 0.01, "exact": 0.05}
+NOTES = (
+    "Beyond the common work, ours probes the engine after every sync, computes both gates and the bounds, writes "
+    "rollouts and masks as Parquet, metrics, a checkpoint a step and MLflow; TRL computes its metrics, detokenizes, "
+    "and with vLLM weighs tokens by importance; it saves nothing and logs to no tracker.",
+    "Parts of a stage (stage: part) are contained in it.",
+)
 LONGEST_SILENCE = 1200.0
 """Seconds after which a worker that says nothing is given up."""
 
@@ -82,6 +91,11 @@ def dense_miniature(folder: Path) -> Path:
     return folder
 
 
+def has_trl() -> bool:
+    """Whether TRL is installed; it is in requirements/dev.txt."""
+    return importlib.util.find_spec("trl") is not None
+
+
 def cases(miniature: Path, model: Path | None, *, quick: bool) -> Iterator[Case]:
     """List the rows: ours with sampled log-probs, as TRL has them, and with exact divergences; TRL's two."""
     nowhere = Path()
@@ -97,15 +111,23 @@ def cases(miniature: Path, model: Path | None, *, quick: bool) -> Iterator[Case]
     works = {"miniature": (small, "full")}
     if model is not None:
         large = Work(
-            model=model, num_prompts=8, group_size=8, response_tokens=256, num_updates=4, num_threads=1, folder=nowhere
+            model=model,
+            num_prompts=8,
+            group_size=8,
+            response_tokens=16 if quick else 256,
+            num_updates=4,
+            num_threads=2,
+            folder=nowhere,
         )
         works["model"] = (large, "hidden")
     for name, (work, exact) in works.items():
         for system, (_, engine) in SYSTEMS.items():
+            if system != "ours" and not has_trl():
+                continue
             distributions = ["sampled", exact] if system == "ours" else ["sampled"]
             for distribution in distributions:
-                for num_workers, num_threads in WORKERS.items():
-                    if quick and num_workers == 1:
+                for num_workers, num_threads in WORKERS[name].items():
+                    if quick and num_workers < max(WORKERS[name]):
                         continue
                     ours = SAMPLED if distribution == "sampled" else (f"rollout.distribution={distribution}",)
                     yield Case(
@@ -118,8 +140,13 @@ def cases(miniature: Path, model: Path | None, *, quick: bool) -> Iterator[Case]
 
 
 def worker(module: str, connection: Connection, work: Work) -> None:
-    """Be a worker process."""
-    importlib.import_module(f"benchmarks.peers.{module}").run(connection, work)
+    """Be a worker process; end at once when something goes wrong, though an engine's threads may still run."""
+    try:
+        importlib.import_module(f"benchmarks.peers.{module}").run(connection, work)
+    except BaseException:
+        traceback.print_exc()
+        sys.stderr.flush()
+        os._exit(1)
 
 
 def measure(case: Case, folder: Path, *, warm_up: int, repeats: int) -> list[dict[str, Any]]:
@@ -148,20 +175,23 @@ def measure(case: Case, folder: Path, *, warm_up: int, repeats: int) -> list[dic
         theirs.close()
         processes[ours] = process
     try:
-        for connection in processes:
-            hear(connection, case, folder)
-        for connection in processes:
+        said: dict[Connection, list[Any]] = {connection: [] for connection in processes}
+
+        def listen(count: int) -> None:
+            while any(len(found) < count for found in said.values()):
+                for connection in wait(list(said), LONGEST_SILENCE) or list(said):
+                    assert isinstance(connection, Connection)
+                    said[connection].append(hear(connection, case, folder))
+
+        listen(1)  # each says that it is ready
+        for connection in said:
             connection.send("go")
-        steps: dict[Connection, list[dict[str, Any]]] = {connection: [] for connection in processes}
-        while any(len(found) < warm_up + repeats for found in steps.values()):
-            for connection in wait(list(steps), LONGEST_SILENCE) or list(steps):
-                assert isinstance(connection, Connection)
-                steps[connection].append(hear(connection, case, folder))
+        listen(1 + warm_up + repeats)
     finally:
         for process in processes.values():
             process.kill()
             process.join()
-    return [step for found in steps.values() for step in found[warm_up : warm_up + repeats]]
+    return [step for found in said.values() for step in found[1 + warm_up :][:repeats]]
 
 
 def hear(connection: Connection, case: Case, folder: Path) -> Any:  # noqa: ANN401
@@ -225,13 +255,15 @@ def shares(row: dict[str, Any]) -> dict[str, float]:
 
 
 def share_goals(rows: Sequence[dict[str, Any]]) -> list[dict[str, object]]:
-    """Compare the shares of the stages of ours, two workers, with what they may be.
+    """Compare the shares of the stages of ours, with as many workers as there may be, with what they may be.
 
     The mask stage scores the minibatch, as any trainer that corrects for its engine does, and then decides. Both are
     goals: the stage, and what it adds to the scoring pass of sampled log-probs.
     """
     ours = {
-        (row["model"], row["rollout log-probs"]): row for row in rows if row["system"] == "ours" and row["workers"] == 2
+        (row["model"], row["rollout log-probs"]): row
+        for row in rows
+        if row["system"] == "ours" and row["workers"] == max(WORKERS[row["model"]])
     }
     goals = []
     for (model, distribution), row in ours.items():
@@ -255,7 +287,7 @@ def main() -> int:
     parser.add_argument("--model", type=Path, help="directory of a larger model, 64 responses of 256 tokens")
     parser.add_argument("--parts", type=Path, help="folder of rows: what is there is not measured again")
     parser.add_argument("--only", default="", help="measure rows whose label has this in it, publish all there are")
-    parser.add_argument("--repeats", type=int, default=5, help="steps that count, after two that do not")
+    parser.add_argument("--repeats", type=int, default=5, help="steps that count, after one or two that do not")
     arguments = parser.parse_args()
     repeats = 2 if arguments.quick else arguments.repeats
     with tempfile.TemporaryDirectory() as folder:
@@ -265,12 +297,13 @@ def main() -> int:
         for case in tqdm(listed, desc="whole steps"):
             part = parts / f"{case.label}.json"
             if arguments.only in case.label and not part.is_file():
-                steps = measure(case, Path(folder), warm_up=2, repeats=repeats)
+                steps = measure(case, Path(folder), warm_up=WARM_UP[case.name], repeats=repeats)
                 write_atomically(part, json.dumps(summarise(case, steps), indent=2) + "\n")
         found = [parts / f"{case.label}.json" for case in listed]
         rows = [json.loads(part.read_text(encoding="utf-8")) for part in found if part.is_file()]
     table = [{name: value for name, value in row.items() if name != "stages"} | shares(row) for row in rows]
-    publish("training_step", table, [*trl_goals(rows), *share_goals(rows)], arguments.json)
+    notes = NOTES if has_trl() else (*NOTES, "TRL is not installed: pip install --no-deps -r requirements/dev.txt")
+    publish("training_step", table, [*trl_goals(rows), *share_goals(rows)], arguments.json, notes=notes)
     return 0
 
 

@@ -5,6 +5,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
+from numpy.typing import ArrayLike
 
 from evaluation.outcomes import GAP
 from evaluation.statistics import FloatArray
@@ -57,7 +58,7 @@ class AlarmRow:
     num_false_alarms: int
 
 
-def area_under_roc(positives: Sequence[float], negatives: Sequence[float]) -> float:
+def area_under_roc(positives: ArrayLike, negatives: ArrayLike) -> float:
     """Compute the chance that a positive is larger than a negative, ties counted half (Mann-Whitney U over its most).
 
     Args:

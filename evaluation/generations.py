@@ -109,7 +109,7 @@ def sample_answers(
             gold=problem.answer,
             sample=sample,
             seed=request.seed,
-            response=tokenizer.decode(completion.token_ids, skip_special_tokens=True),
+            response=tokenizer.decode(completion.text_ids, skip_special_tokens=True),
             num_tokens=len(completion.token_ids),
             finished=completion.finished,
         )

@@ -41,6 +41,7 @@ def draw_stable_rates(runs: Sequence[StudyRun]) -> Figure | None:
         _draw_rates(axes, name, group)
     for axes in panels[len(groups) :]:
         axes.set_visible(False)
+    figure.suptitle("seeds that do not collapse / seeds, final score", fontsize=10)
     return figure
 
 
@@ -62,7 +63,7 @@ def _draw_rates(axes: Axes, name: str, runs: Sequence[StudyRun]) -> None:
     axes.set_xticks(range(len(rates)), [f"{rate:g}" for rate in rates])
     axes.set_yticks(range(len(arms)), [as_label(arm) for arm in arms], fontsize=8)
     axes.set_xlabel("learning rate")
-    axes.set_title(f"{as_label(name)}: seeds that last / seeds, final score", fontsize=9)
+    axes.set_title(as_label(name), fontsize=9)
 
 
 def draw_survival(runs: Sequence[StudyRun]) -> Figure | None:
@@ -87,8 +88,11 @@ def draw_survival(runs: Sequence[StudyRun]) -> Figure | None:
             shift = 0.006 * number  # curves that coincide stay visible
             steps = [0.0, *curve.times.tolist(), float(last)]
             shares = [1.0, *curve.survival.tolist(), curve.survival[-1] if len(curve.survival) else 1.0]
-            axes.step(steps, np.subtract(shares, shift), where="post", label=as_label(arm), **_line(arm))
-        axes.set(xlabel="training step", ylabel="seeds that have not collapsed", ylim=(-0.06, 1.04), title=as_label(cell))
+            colour, style = _line(arm)
+            axes.step(steps, np.subtract(shares, shift), style, where="post", label=as_label(arm), color=colour)
+        axes.set(
+            xlabel="training step", ylabel="seeds that have not collapsed", ylim=(-0.06, 1.04), title=as_label(cell)
+        )
         axes.grid(alpha=0.25)
         axes.legend(fontsize=7)
     return figure
@@ -113,7 +117,9 @@ def draw_curves(runs: Sequence[StudyRun]) -> Figure | None:
             of_arm = [run for run in members if run.arm == arm]
             _draw_mean(gap_axes, of_arm, GAP, arm)
             _draw_mean(score_axes, of_arm, SCORE, arm)
-        gap_axes.set(yscale="log", xlabel="training step", ylabel="absolute PPL gap (nats per token)", title=as_label(cell))
+        gap_axes.set(
+            yscale="log", xlabel="training step", ylabel="absolute PPL gap (nats per token)", title=as_label(cell)
+        )
         score_axes.set(xlabel="training step", ylabel="score (greedy, held out)", ylim=(0, 1), title="mean over seeds")
         for axes in (gap_axes, score_axes):
             axes.grid(alpha=0.25)
@@ -125,10 +131,11 @@ def _draw_mean(axes: Axes, runs: Sequence[StudyRun], metric: str, arm: str) -> N
     table = pd.DataFrame({run.seed: dict(run.curves[metric]) for run in runs}).sort_index().dropna()
     if table.empty:
         return
-    axes.plot(table.index, table.mean(axis=1), label=as_label(arm), linewidth=1.4, **_line(arm))
+    colour, style = _line(arm)
+    axes.plot(table.index, table.mean(axis=1), style, label=as_label(arm), linewidth=1.4, color=colour)
     if table.shape[1] > 1:
         low, high = mean_interval(table.to_numpy())
-        axes.fill_between(table.index, low, high, color=_line(arm)["color"], alpha=0.12, linewidth=0)
+        axes.fill_between(table.index, low, high, color=colour, alpha=0.12, linewidth=0)
 
 
 def draw_horizon(runs: Sequence[StudyRun]) -> Figure | None:
@@ -157,7 +164,7 @@ def draw_horizon(runs: Sequence[StudyRun]) -> Figure | None:
             (score_axes, [run.outcome.final_score - run.outcome.start_score for run in of_arm]),
         ):
             marker = "s" if arm.endswith(CONTROLLED) else "o"
-            axes.plot(lengths, values, marker, color=_line(arm)["color"], label=as_label(arm), alpha=0.8, markersize=5)
+            axes.plot(lengths, values, marker, color=_line(arm)[0], label=as_label(arm), alpha=0.8, markersize=5)
     kept_axes.set(ylabel="kept fraction, steps 1 to 4", ylim=(-0.02, 1.02))
     gap_axes.set(ylabel="absolute PPL gap, steps 1 to 4", yscale="log")
     score_axes.set(ylabel="final score minus score before")
@@ -168,12 +175,9 @@ def draw_horizon(runs: Sequence[StudyRun]) -> Figure | None:
     return figure
 
 
-def _line(arm: str) -> dict[str, str]:
-    """An arm with step control has its arm's colour, dashed."""
-    return {
-        "color": COLOURS.get(arm.removesuffix(CONTROLLED), "#666666"),
-        "linestyle": "--" if arm.endswith(CONTROLLED) else "-",
-    }
+def _line(arm: str) -> tuple[str, str]:
+    """Colour and style: an arm with step control has its arm's colour, dashed."""
+    return COLOURS.get(arm.removesuffix(CONTROLLED), "#666666"), "--" if arm.endswith(CONTROLLED) else "-"
 
 
 STUDY_FIGURES = {

@@ -149,7 +149,7 @@ def bound_table(runs: Sequence[StudyRun]) -> str:
 
 
 def horizon_table(runs: Sequence[StudyRun]) -> str:
-    """Lay out what moves with the length of responses: cells of other problem sizes, and the usual one at their rate."""
+    """Lay out what moves with the length of responses: longer problems, and the usual ones at the same settings."""
     longer = [run for run in runs if run.setting.max_operands != USUAL_OPERANDS]
     beside = {(run.setting.surroundings, run.setting.learning_rate) for run in longer}
     arms = {run.arm for run in longer}

@@ -6,7 +6,8 @@ from urllib.parse import quote, quote_plus, unquote
 
 from trm_repro.config import RunConfig
 
-HOST_AND_PATH = re.compile(r"[^:@/?#]*(:[0-9]*)?(/[^@]*)?")
+HOST_AND_PATH = re.compile(r"[^:@/?#]+(:[0-9]*)?(/[^@:]*)?")
+NAME = re.compile(r"[\w.-]+")
 SHORTEST_SECRET = 3
 """Characters; what is shorter is left in messages, which would otherwise lose their own words."""
 
@@ -26,9 +27,9 @@ def without_credentials(uri: str) -> str:
     scheme, separator, rest = uri.partition("://")
     if not separator:
         return uri
-    _, rest = _divided(rest)
+    _, rest = _divided(scheme, rest)
     path, mark, query = rest.partition("?")
-    hidden = "&".join(f"{name}=***" if equals else "***" for name, equals, _ in _items(query))
+    hidden = "&".join(f"{name}=***" if equals and NAME.fullmatch(name) else "***" for name, equals, _ in _items(query))
     return f"{scheme}://{path}{mark}{hidden if query else ''}"
 
 
@@ -42,8 +43,8 @@ def censored(text: str, uri: str) -> str:
     Returns:
         The text with ``***`` in their places.
     """
-    rest = uri.partition("://")[2]
-    userinfo, rest = _divided(rest)
+    scheme, _, rest = uri.partition("://")
+    userinfo, rest = _divided(scheme, rest)
     values = [value or name for name, _, value in _items(rest.partition("?")[2])]
     pieces = [userinfo, userinfo.partition(":")[2], *re.split(r"[/:?#@&=]", userinfo), *values]
     secrets = {form(piece) for piece in pieces for form in (str, quote, quote_plus, unquote)}
@@ -52,11 +53,12 @@ def censored(text: str, uri: str) -> str:
     return text
 
 
-def _divided(rest: str) -> tuple[str, str]:
+def _divided(scheme: str, rest: str) -> tuple[str, str]:
     """Divide what follows the scheme into user and password, and host, path and query."""
     userinfo, at, host = rest.rpartition("@")
     is_in_query = "?" in userinfo and HOST_AND_PATH.fullmatch(userinfo.partition("?")[0]) is not None
-    return ("", rest) if not at or rest.startswith("/") or is_in_query else (userinfo, host)
+    is_path = rest.startswith("/") and not scheme.startswith("http")
+    return ("", rest) if not at or is_path or is_in_query else (userinfo, host)
 
 
 def _items(query: str) -> list[tuple[str, str, str]]:

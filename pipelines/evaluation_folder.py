@@ -76,7 +76,7 @@ class EvaluationFolder:
             settings = json.loads(self.settings_file.read_text(encoding="utf-8"))
         except FileNotFoundError:
             raise InputError(f"{self.settings_file}: no such file; {NOT_A_FOLDER}") from None
-        except ValueError:
+        except (ValueError, RecursionError):
             settings = None
         if not isinstance(settings, dict):
             raise InputError(f"{self.settings_file}: is not a JSON object; {NOT_A_FOLDER}")

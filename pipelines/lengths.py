@@ -112,7 +112,7 @@ def parse_length_rows(content: bytes, source: str) -> "list[LengthRow]":
 
     try:
         rows = [LengthRow(**row) for row in json.loads(content)]
-    except (ValueError, TypeError):
+    except (ValueError, TypeError, RecursionError):
         rows = []
     if not rows or not all(_is_sound(row, rows[0]) for row in rows):
         raise InputError(

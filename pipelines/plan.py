@@ -345,7 +345,7 @@ def _shape_of_file(file: Path) -> ModelShape:
         )
     except OSError as error:
         raise InputError(f"{file}: {error.strerror}; expected the configuration of a decoder model") from None
-    except (ValueError, KeyError, TypeError, AttributeError, ZeroDivisionError) as error:
+    except (ValueError, KeyError, TypeError, AttributeError, ArithmeticError, RecursionError) as error:
         message = f"{file}: no configuration of a decoder model ({type(error).__name__}: {error})"
         raise InputError(message) from None
 

@@ -198,7 +198,7 @@ def expected_of(
         return []
     try:
         return expected_blocks(parse_studied_runs(json.loads(file.read_bytes())), outcomes)
-    except (ValueError, TypeError, KeyError):
+    except (ValueError, TypeError, KeyError, RecursionError):
         raise InputError(f"{file}: is no table of what to expect; trm-repro study --report writes it again") from None
 
 

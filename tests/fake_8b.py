@@ -14,6 +14,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp._fully_shard import _fsdp_param, _fsdp_param_group
 from torch.distributed.tensor import DTensor
 from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -66,13 +67,29 @@ class LiveBytes(TorchDispatchMode):
         for value in tree_leaves(result):
             if isinstance(value, Tensor):
                 storage = (value.to_local() if isinstance(value, DTensor) else value).untyped_storage()
-                key, size = storage._cdata, storage.nbytes()
-                if key not in self.sizes:
-                    weakref.finalize(storage, self._forget, key)
-                self.now += size - self.sizes.get(key, 0)  # FSDP resizes what it gathers into
-                self.sizes[key] = size
+                self._note(storage)
         self.most = max(self.most, self.now)
         return result
+
+    def watch_fsdp(self) -> None:
+        """Count what FSDP gathers into and frees, too: it resizes storages, of which no operation tells."""
+
+        def noted(resize):
+            def resize_and_note(tensor: Tensor) -> None:
+                resize(tensor)
+                self._note(tensor.untyped_storage())
+
+            return resize_and_note
+
+        _fsdp_param.free_storage = noted(_fsdp_param.free_storage)
+        _fsdp_param.alloc_storage = _fsdp_param_group.alloc_storage = noted(_fsdp_param.alloc_storage)
+
+    def _note(self, storage: torch.UntypedStorage) -> None:
+        key, size = storage._cdata, storage.nbytes()
+        if key not in self.sizes:
+            weakref.finalize(storage, self._forget, key)
+        self.now += size - self.sizes.get(key, 0)
+        self.sizes[key] = size
 
     def _forget(self, key: int) -> None:
         self.now -= self.sizes.pop(key)
@@ -147,6 +164,7 @@ def main() -> None:
     mesh = init_device_mesh("cpu", (NUM_RANKS,))  # has values, so it is made outside
     chunks.CPU_CHUNK_ELEMENTS = chunks.CUDA_CHUNK_ELEMENTS  # as on a GPU
     live = LiveBytes()
+    live.watch_fsdp()
     with FakeTensorMode(allow_non_fake_inputs=True):
         with live:
             policy = build(words[0] if words else None, mesh)

@@ -68,12 +68,11 @@ MOMENTS: dict[str, tuple[str, ...]] = {
         *(*KEPT, "gathered_root", "gathered_layers", "saved_activations", "layer_activations", "head_gradient"),
         "layer_reduction",
     ),
-    "reduction": (*KEPT, "gathered_root", "root_reduction", "layer_reduction"),
+    "reduction": (*KEPT, "root_reduction"),
     "stepping": (*KEPT, "step_workspace"),
 }
 """When a GPU of the trainer is fullest, and with what: at the head, in a layer's backward pass, when the gradients of
-embedding and head are summed over the ranks (those of the layer before are then still there), and in the optimizer's
-step."""
+embedding and head, which are then no longer gathered, are summed over the ranks, and in the optimizer's step."""
 
 
 @dataclass(frozen=True, kw_only=True)

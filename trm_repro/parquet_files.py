@@ -102,7 +102,7 @@ def open_parquet(path: Path, kind: str, schema: pa.Schema) -> pq.ParquetFile:
     found_schema = file.schema_arrow
     try:
         found = json.loads((found_schema.metadata or {})[b"trm_repro"])["kind"]
-    except (KeyError, ValueError, TypeError):
+    except (KeyError, ValueError, TypeError, RecursionError):
         found = "something else"
     if found != kind or not found_schema.equals(schema):
         raise InputError(f"{path}: holds {found} with columns {found_schema.names}; expected {kind} of this version")

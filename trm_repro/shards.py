@@ -153,7 +153,7 @@ def read_rollouts(path: Path) -> tuple[list[Rollout], int]:
     """
     file = open_parquet(path, "rollouts", ROLLOUT_SCHEMA)
     about = json.loads(file.schema_arrow.metadata[b"trm_repro"])
-    shapes, hidden_dtype = about.get("shapes"), HIDDEN_DTYPES.get(about.get("hidden_dtype"))
+    shapes, hidden_dtype = about.get("shapes"), HIDDEN_DTYPES.get(str(about.get("hidden_dtype")))
     if not isinstance(shapes, dict):
         raise InputError(f"{path}: does not say the shapes of its token tensors; it was not written by this version")
     rollouts: list[Rollout] = []

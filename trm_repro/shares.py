@@ -49,7 +49,7 @@ class Share:
             return None
         part = self.sequences.select(own)
         rows = torch.searchsorted(batch.sequence_ids, part.sequence_ids)
-        given: dict[str, Tensor | None] = {"advantages": batch.advantages[rows]}
+        given: dict[str, Any] = {"advantages": batch.advantages[rows]}
         for name in ("token_weights", "policy_normalizers"):  # [B, T]
             value = getattr(batch, name)
             given[name] = None if value is None else value[rows, : part.response_mask.shape[1]]

@@ -2,11 +2,17 @@
 
 The same work: float32 weights, SGD, no KL penalty, loss summed over tokens and divided by all sequences. It saves
 nothing and logs to no tracker.
+
+On a CPU vLLM packs the weights of linear layers and drops the originals, into which TRL's sync would load: it fails
+with "no attribute 'weight_loader'". `keep_originals` lets it run. It is then timed as it is, although vLLM goes on with
+the packed weights, so that no rollout follows the updates; packing again would only make it slower.
 """
 
 import os
+import socket
 from multiprocessing.connection import Connection
 from typing import Any
+from unittest import mock
 
 from benchmarks.peers.work import STEPS_WITHOUT_END, Reporter, Work, enter, prompts, share_of_digits
 
@@ -23,7 +29,7 @@ LONGEST_PROMPT = 64
 def run(connection: Connection, work: Work) -> None:
     """Be a worker."""
     enter(work)
-    os.environ |= ENVIRONMENT
+    os.environ |= ENVIRONMENT | {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
     from datasets import Dataset
     from transformers import TrainerCallback
     from trl import GRPOConfig, GRPOTrainer
@@ -75,6 +81,8 @@ def run(connection: Connection, work: Work) -> None:
         disable_tqdm=True,
         seed=0,
     )
+    if is_vllm:
+        keep_originals()
     trainer = GRPOTrainer(
         model=load_model(work.model),
         reward_funcs=reward,
@@ -84,3 +92,18 @@ def run(connection: Connection, work: Work) -> None:
         callbacks=[Reporting()],
     )
     trainer.train()
+
+
+def free_port() -> int:
+    """Find a port for this worker's process group; left to themselves, workers that start together take the same."""
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        return int(listener.getsockname()[1])
+
+
+def keep_originals() -> None:
+    """Have vLLM keep the weights beside their packed copies, for the rest of the process."""
+    from vllm.model_executor.layers import utils
+
+    pack = utils.dispatch_cpu_unquantized_gemm
+    mock.patch.object(utils, "dispatch_cpu_unquantized_gemm", lambda layer, remove_weight: pack(layer, False)).start()

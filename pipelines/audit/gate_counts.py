@@ -23,6 +23,9 @@ FULL_TOKENS, SHARE = 1 << 21, 8
 BATCH_TOKENS = 1 << 16
 """Tokens of a chunk that are one batch to a gate whose decisions depend on the batch."""
 
+BATCH_SHARE = 2
+"""Such gates see one in so many of the chunks that the others see."""
+
 PEER_SETTINGS = ("sequence_mis:low=0,high=3", "opsm:threshold=0.0001")
 """Defaults of trainers that share a gate of the registry and not its thresholds: TRL's sequence mask, slime's OPSM."""
 
@@ -39,7 +42,7 @@ class GateCounts:
             text: {"sequences": 0.0, "tokens": 0.0, "weight": 0.0} for text, *_ in gates
         }
         self.num_sequences = self.num_tokens = self.num_batch_tokens = self.num_chunks = 0
-        self.num_batch_sequences = 0
+        self.num_batch_sequences = self.num_seen = 0
         self.skipped: dict[str, str] = {}
         self.steps, self.batch_steps = StepCounts(), StepCounts()
 
@@ -58,7 +61,9 @@ class GateCounts:
         order = np.argsort(chunk.lengths, kind="stable")
         for group in _groups(chunk.lengths[order]):
             self._apply_all(chunk, order[group], self.steps, TokenStatistics, is_batch_wide=False)
-        if any(GATE_SPECS[name].is_batch_wide for _, name, _ in self.gates):
+        self.num_seen += 1
+        is_any = any(GATE_SPECS[name].is_batch_wide for _, name, _ in self.gates)
+        if is_any and self.num_seen % BATCH_SHARE == 1:
             rows = np.arange(_batch_size(chunk.lengths))
             self.num_batch_sequences += len(rows)
             self.num_batch_tokens += int(chunk.lengths[rows].sum())
@@ -106,7 +111,7 @@ class GateCounts:
 
     def step_fractions(self, step: int) -> dict[str, float]:
         """Give for each gate that was applied its fraction of kept sequences of a step, of those that it saw."""
-        fractions = {}
+        fractions: dict[str, float] = {}
         for is_batch_wide, steps in ((False, self.steps), (True, self.batch_steps)):
             names = [text for text, name, _ in self.gates if GATE_SPECS[name].is_batch_wide == is_batch_wide]
             if step in steps.rows:
@@ -176,15 +181,20 @@ def _padded(chunk: Chunk, rows: NDArray[np.int64], statistics: Any) -> Any:  # n
     mask = columns[None, :] < lengths[:, None]  # [B, T]
     index = chunk.offsets[:-1][rows][:, None] + columns[None, :]  # [B, T]; on padding some other token's
 
+    def taken(values: Any) -> Any:  # noqa: ANN401
+        return values.take(index, mode="clip") if len(values) else np.zeros(index.shape)
+
     def dense(values: Any) -> Any:  # noqa: ANN401
-        filled = values.take(index, mode="clip") if len(values) else np.zeros(index.shape)
-        return torch.from_numpy(filled.astype(np.float32, copy=False))
+        return torch.from_numpy(taken(values).astype(np.float32, copy=False))
+
+    rollout, policy = taken(chunk.rollout_logprobs), taken(chunk.policy_logprobs)
+    log_ratio = np.subtract(policy, rollout, dtype=np.float64)  # before either is rounded
 
     return statistics(
-        log_ratio=dense(np.subtract(chunk.policy_logprobs, chunk.rollout_logprobs, dtype=np.float64)),
+        log_ratio=torch.from_numpy(log_ratio.astype(np.float32)),
         response_mask=torch.from_numpy(mask),
-        rollout_logprobs=dense(chunk.rollout_logprobs),
-        policy_logprobs=dense(chunk.policy_logprobs),
+        rollout_logprobs=torch.from_numpy(rollout.astype(np.float32, copy=False)),
+        policy_logprobs=torch.from_numpy(policy.astype(np.float32, copy=False)),
         kl=None if chunk.token_kl is None else dense(chunk.token_kl),
         total_variation=None if chunk.interval is None else dense(chunk.interval.total_variation),
         advantages=None if chunk.advantage is None else torch.from_numpy(chunk.advantage[rows].astype(np.float32)),

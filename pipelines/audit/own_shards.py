@@ -41,7 +41,7 @@ def kind_of(path: Path) -> FileKind:
     try:
         metadata = pq.read_schema(path).metadata or {}
         kind = json.loads(metadata.get(b"trm_repro", b"{}")).get("kind")
-    except (pa.ArrowException, OSError, ValueError, AttributeError):
+    except (pa.ArrowException, OSError, ValueError, AttributeError, RecursionError):
         return FileKind.OTHER
     return next((known for known in FileKind if known.value == kind), FileKind.OTHER)
 

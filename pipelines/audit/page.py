@@ -87,27 +87,24 @@ def _steps(steps: list[Payload]) -> list[Block]:
                 ),
             ]
         ),
-        _step_acceptance(steps),
+        *_step_acceptance(steps),
     ]
 
 
-def _step_acceptance(steps: list[Payload]) -> Table:
-    """Tabulate what gates keep at each step, at most `MAX_STEP_ROWS` of them evenly over the run."""
+def _step_acceptance(steps: list[Payload]) -> list[Table]:
+    """Tabulate what arms and gates keep at each step, at most `MAX_STEP_ROWS` of them evenly over the run."""
     stride = -(-len(steps) // MAX_STEP_ROWS)
-    shown = steps[::stride]
-    arms, gates = (
-        list(dict.fromkeys(key for row in steps for key in row.get(name, {}))) for name in ("acceptance", "gates")
-    )
-    rows = [
-        [str(row["step"]), f"{row['num_sequences']:,}"]
-        + [f"{row['acceptance'][name]:.1%}" for name in arms]
-        + [f"{row['gates'][name]:.1%}" if name in row.get("gates", {}) else "-" for name in gates]
-        for row in shown
-    ]
-    caption = (
-        "Sequences kept at each step." if stride == 1 else f"Sequences kept at each step; every {stride}th is shown."
-    )
-    return Table(columns=["step", "sequences", *arms, *gates], rows=rows, caption=caption)
+    caption = "Sequences kept at each step" + ("." if stride == 1 else f"; every {stride}th is shown.")
+    tables = []
+    for kind in ("acceptance", "gates"):
+        names = list(dict.fromkeys(name for row in steps for name in row.get(kind, {})))
+        rows = [
+            [str(row["step"]), *(f"{row[kind][name]:.1%}" if name in row.get(kind, {}) else "-" for name in names)]
+            for row in steps[::stride]
+        ]
+        if names:
+            tables.append(Table(columns=["step", *names], rows=rows, caption=caption))
+    return tables
 
 
 def _acceptance(payload: Payload) -> list[Block]:

@@ -42,6 +42,7 @@ def check_top(columns: dict[str, Column], fields: dict[str, str], rows: Rows) ->
             rows.drop(np.ones(len(lengths), dtype=bool), f"{fields[name]} is no list of numbers; expected K a token")
             continue
         flat, theirs = column.flat(), column.lengths
+        assert flat.offsets is not None
         size = num_entries(column, lengths)
         rows.drop(
             theirs != size * lengths,

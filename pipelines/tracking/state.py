@@ -50,7 +50,7 @@ def read_state(path: Path) -> RunState | None:
     try:
         values = json.loads(path.read_bytes())
         state = RunState(**({"key": ""} | values))
-    except (OSError, ValueError, TypeError):
+    except (OSError, ValueError, TypeError, RecursionError):
         return None
     texts = (state.uri, state.key, state.run_id)
     counts = (state.replayed, state.sending)

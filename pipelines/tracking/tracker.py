@@ -8,7 +8,8 @@ import contextlib
 import dataclasses
 import time
 import uuid
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
+from itertools import islice
 from pathlib import Path
 
 from mlflow.entities import RunStatus
@@ -137,7 +138,7 @@ class Tracker:
         if self.replayed_sizes.get(state_file) == (self._run_id(state_file), size):
             return 0
         with file_lock(directory.path / "tracking.lock"):  # `sync` may be doing the same
-            sent, state = self._send(state_file, list(read_spool(directory.spool_file)))
+            sent, state = self._send(state_file, read_spool(directory.spool_file))
             if sent:
                 send_traces(
                     TracingClient(self.uri),
@@ -194,14 +195,14 @@ class Tracker:
         for file in files:
             self.client.log_artifact(run_id, str(file), folder)
 
-    def _send(self, state_file: Path, entries: list[SpoolEntry]) -> tuple[list[SpoolEntry], RunState]:
+    def _send(self, state_file: Path, entries: Iterable[SpoolEntry]) -> tuple[list[SpoolEntry], RunState]:
         """Send the metrics of the entries that have not been sent; the caller notes them as replayed."""
         state = read_state(state_file)
         assert state is not None
-        waiting = entries[state.replayed :]
+        waiting = list(islice(entries, state.replayed, None))  # a long run's others are not held
         if not waiting:
             return [], state
-        unsure = entries[state.replayed : state.sending]
+        unsure = waiting[: max(0, state.sending - state.replayed)]
         there = points_there(self.client, state.run_id, {name for entry in unsure for name in entry.metrics})
         known = {
             (metric.key, metric.step, metric.timestamp) for entry in unsure for metric in to_metrics(entry)
@@ -209,7 +210,7 @@ class Tracker:
         if state_file not in self.resumed:
             self.resume(state.run_id)
             self.resumed.add(state_file)
-        state = self._note(state_file, state, sending=len(entries))
+        state = self._note(state_file, state, sending=state.replayed + len(waiting))
         rejected: list[str] = []
         for _, metrics in batches(waiting):
             rejected += send(self.client, state.run_id, without(metrics, known))

@@ -59,8 +59,11 @@ def main() -> int:
 
 def target_names() -> list[str]:
     """List the readers; the fuzzing processes import what they read with."""
+    code = (
+        "from tests.fuzz.reading import clean_up; from tests.fuzz.targets import TARGETS; print(*TARGETS); clean_up()"
+    )
     done = subprocess.run(
-        [sys.executable, "-c", "from tests.fuzz.targets import TARGETS, clean_up; print(*TARGETS); clean_up()"],
+        [sys.executable, "-c", code],
         cwd=ROOT,
         stdout=subprocess.PIPE,
         text=True,
@@ -82,9 +85,9 @@ def run_one(name: str, engine: str, seconds: int, seed: int) -> tuple[int, str]:
                 timeout=seconds + START_SECONDS,
                 check=False,
             )
-            output, code = done.stdout + done.stderr, done.returncode
+            output, code = done.stderr + done.stdout, done.returncode
         except subprocess.TimeoutExpired as error:
-            output, code = (error.stdout or b"") + (error.stderr or b""), -1
+            output, code = (error.stderr or b"") + (error.stdout or b"") + b"no end", -1
         count = Path(folder) / COUNT_FILE
         executions = int(count.read_text()) if count.is_file() else 0
     text = output.decode(errors="replace")

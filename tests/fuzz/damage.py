@@ -44,6 +44,9 @@ TEXTS = (
     "\n",
 )
 
+DEEP = 3000
+"""Lists in lists, more than a recursive parser takes."""
+
 scalars = st.one_of(
     st.none(), st.booleans(), st.sampled_from(NUMBERS), st.sampled_from(FLOATS), st.integers(), st.floats(),
     st.sampled_from(TEXTS), st.text(max_size=20),
@@ -67,6 +70,9 @@ def damaged(whole: bytes) -> st.SearchStrategy[bytes]:
         st.builds(lambda at, n: lambda b: b[: at + n] + b[at:], position, st.integers(1, 40)),
         st.builds(lambda at, new: lambda b: b[:at] + new + b[at:], position, st.binary(max_size=12)),
         st.builds(lambda at: lambda b: b[:at], position),
+        st.builds(
+            lambda at, what: lambda b: b[:at] + what * DEEP + b[at:], position, st.sampled_from([b"[", b'{"a":'])
+        ),
     ]
     return st.lists(st.one_of(changes), max_size=6).map(lambda chosen: _apply(chosen, whole))
 

@@ -48,4 +48,4 @@ def test_one_step_of_qwen3_8b_has_the_shapes_dtypes_and_bytes_that_were_planned(
     assert found["mask"] == [[4], "torch.bool"]
     assert found["up_proj_shard"] == [[12288 // 8, 4096], "torch.float32"]
     # The optimizer's moments are made by the step itself, after the passes that need most.
-    assert found["peak_bytes"] == pytest.approx(planned.training - planned.optimizer, rel=0.05)
+    assert found["peak_bytes"] == pytest.approx(planned.training - planned.optimizer, rel=0.1)

@@ -116,3 +116,18 @@ def test_figures_have_readable_legends_whole_steps_and_a_named_line_at_70_percen
     (line,) = [line for line in sweep.get_lines() if line.get_label().startswith("0.7, ")]
     assert set(line.get_ydata()) == {0.7}
     assert line.get_label() in [text.get_text() for text in sweep.get_legend().get_texts()]
+
+
+def test_terminal_and_page_say_what_top_k_certifies_and_the_page_what_each_step_keeps(payload):
+    ends = {"kl_low_mean": 0.01, "kl_low_max": 0.2, "kl_high_max": None, "tv_low_mean": 0.02, "tv_high_mean": 0.3}
+    arms = {"trm_max_0.05": {"accepted": 0.0, "rejected": 0.25, "undecided": 0.75}}
+    top_k = ends | {"tv_low_max": 0.4, "tv_high_max": 0.9, "num_contradictory_tokens": 2, "arms": arms}
+    text, page = (make(payload | {"top_k": top_k}) for make in (summary_text, page_html))
+    for written in (text, page):
+        assert "KL at least 0.01 in the mean and 0.2 at a token, no upper end" in written
+        assert "2 tokens whose top-K is that of no distribution" in written
+    assert re.search(r"trm_max_0.05 +0.0% +25.0% +75.0%", text)
+    first, second, *_ = re.findall(r'<th scope="row">1</th>(.*?)</tr>', page, re.DOTALL)
+    assert f"{payload['steps'][1]['acceptance']['trm_avg_0.002']:.1%}" in first
+    assert f"{payload['steps'][1]['gates']['geometric']:.1%}" in second
+    assert page.count("Sequences kept at each step.") >= 2

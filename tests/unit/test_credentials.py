@@ -1,6 +1,7 @@
 import pytest
 
 from pipelines.credentials import censored, without_credentials
+from pipelines.tracking import how_to_browse
 
 
 @pytest.mark.parametrize(
@@ -44,3 +45,8 @@ def test_a_message_that_repeats_parts_of_an_address_shows_no_secret(text):
 
 def test_a_message_about_an_address_without_secrets_stays_as_it_is():
     assert censored("cannot reach http://host:5000/x", "http://host:5000/x") == "cannot reach http://host:5000/x"
+
+
+def test_the_command_that_serves_a_database_serves_this_machine_only():
+    assert how_to_browse("sqlite:////runs/mlflow.db").startswith("mlflow ui --host 127.0.0.1 --backend-store-uri ")
+    assert how_to_browse("http://user:hunter2@host") == "http://host"

@@ -55,6 +55,7 @@ def test_pairs_are_made_by_seed_and_not_by_order():
 
 def test_what_has_to_be_so_in_every_seed_is_refuted_by_one():
     assert verdict_of(LASTS, runs("a", FIVE)) == "supported"
+    assert verdict_of(LASTS, runs("a", FIVE[:4])) == "not supported"  # too few to say so
     one = [*runs("a", FIVE[:4]), dataclasses.replace(runs("a", FIVE)[4], has_collapsed=True)]
     assert verdict_of(LASTS, one) == "refuted"
     unknown = [*runs("a", FIVE[:4]), dataclasses.replace(runs("a", FIVE)[4], has_collapsed=None)]

@@ -53,6 +53,14 @@ def test_the_transformers_engine_ends_responses_there_and_keeps_the_token(model_
     assert not any({EOS, SEVEN} & set(completion.token_ids[:-1]) for completion in completions)
 
 
+def test_the_grader_reads_the_text_before_the_ending_token():
+    ended, cut = (
+        Completion(token_ids=(EQUALS, SEVEN), logprobs=-torch.ones(2), finished=finished) for finished in (True, False)
+    )
+    assert TOKENIZER.decode(ended.text_ids, skip_special_tokens=True) == "="
+    assert TOKENIZER.decode(cut.text_ids, skip_special_tokens=True) == "=7"
+
+
 @pytest.mark.parametrize(
     ("token_ids", "finished", "message"),
     [

@@ -1,5 +1,6 @@
 """`trm-repro study --report`: tables, figures and what to expect, from CSV files alone."""
 
+import dataclasses
 import json
 import shutil
 from dataclasses import asdict
@@ -120,6 +121,11 @@ def test_a_prediction_without_both_kinds_says_so():
 
 def test_lengths_are_compared_at_the_settings_of_the_longer_cells():
     assert horizon_table([study_run()]) == "Nothing of this has been run."
+    setting = dataclasses.replace(study_run().setting, max_operands=30)
+    longer = dataclasses.replace(study_run(cell="long"), setting=setting)
+    rows = horizon_table([study_run(), study_run(rate=0.1), study_run(arm="b"), longer]).splitlines()[2:]
+    assert [row.split(" | ")[0] for row in rows] == ["| 14", "| 30"]  # not the other rate, not the other arm
+    assert STUDY_FIGURES["length_figure"]([study_run(), longer]) is not None
 
 
 def test_every_figure_is_left_out_without_its_runs_and_drawn_with_them():

@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 
+from benchmarks import training_step
 from benchmarks.peers import ours
 from benchmarks.peers.work import share_of_digits
 from benchmarks.training_step import SYSTEMS, Case, cases, hear, share_goals, summarise, trl_goals
@@ -25,6 +26,11 @@ def row(system: str, workers: int, tokens: int, *, distribution: str = "sampled"
     }
 
 
+@pytest.fixture(autouse=True)
+def _has_trl(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(training_step, "has_trl", lambda: True)
+
+
 def listed(**options: bool) -> list[Case]:
     return list(cases(Path("small"), Path("large"), **{"quick": False, **options}))
 
@@ -36,7 +42,15 @@ def test_every_system_is_given_the_same_model_responses_updates_and_threads():
         assert {(case.work.model, case.work.num_tokens, case.work.num_updates) for case in mine} == {
             (Path("small" if name == "miniature" else "large"), num_tokens, 4)
         }
-        assert {(case.num_workers, case.work.num_threads) for case in mine} == {(1, 2), (2, 1)}
+        assert {case.num_workers * case.work.num_threads for case in mine} == {2}
+        for system in SYSTEMS:
+            numbers = {case.num_workers for case in mine if case.system == system}
+            assert numbers == ({1, 2} if name == "miniature" else {1})
+
+
+def test_without_trl_ours_is_still_measured(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(training_step, "has_trl", lambda: False)
+    assert {case.system for case in listed()} == {"ours"}
 
 
 def test_rows_have_labels_of_their_own():
@@ -121,9 +135,8 @@ def test_what_is_timed_within_a_stage_is_there_and_is_put_back():
     for place, name in ours.WITHIN.items():
         with ours.timed(clock, place, name):
             pass
-    with ours.timed(clock, "trm_repro.datamodule:write_rollouts", "shard"):
-        with pytest.raises(TypeError):
-            trm_repro.datamodule.write_rollouts()
+    with ours.timed(clock, "trm_repro.datamodule:write_rollouts", "shard"), pytest.raises(TypeError):
+        trm_repro.datamodule.write_rollouts()
     assert list(clock.take()[0]) == ["shard"]
     assert trm_repro.datamodule.write_rollouts is before
 

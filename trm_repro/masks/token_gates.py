@@ -117,7 +117,7 @@ def cppo(
     """
     mask = statistics.response_mask
     divergence = torch.where(mask, statistics.probability_change.abs(), 0.0)  # [B, T]
-    position = mask.long().cumsum(dim=-1)  # [B, T], t from 1
+    position = mask.cumsum(dim=-1, dtype=divergence.dtype)  # [B, T], t from 1
     length = mask.sum(dim=-1, keepdim=True)  # [B, 1]
     remaining = (length - position) / (length - 1).clamp(min=1)  # [B, T]; a single token counts as the first
     remaining = torch.where(length == 1, 1.0, remaining)
@@ -140,10 +140,9 @@ def binary_kl(statistics: TokenStatistics) -> Tensor:
     assert statistics.policy_logprobs is not None
     assert statistics.rollout_logprobs is not None
     rollout, policy = statistics.rollout_logprobs.double(), statistics.policy_logprobs.double()
-    rest = -torch.expm1(rollout)  # 1 - q
-    log_rest, log_policy_rest = torch.log(rest), torch.log(-torch.expm1(policy))
-    others = torch.where(rest > 0, rest * (log_rest - log_policy_rest), 0.0)
-    return (rollout.exp() * (rollout - policy) + others).clamp(min=0.0).to(statistics.log_ratio.dtype)
+    rest, policy_rest = (0.0 - torch.expm1(logprobs) for logprobs in (rollout, policy))  # 1 - q, 1 - p; no -0
+    others = torch.where(rest > 0, rest * torch.log(rest / policy_rest), 0.0)
+    return ((1 - rest) * (rollout - policy) + others).clamp(min=0.0).to(statistics.log_ratio.dtype)
 
 
 def _quantile(values: Tensor, length: Tensor, level: float) -> Tensor:

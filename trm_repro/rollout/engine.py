@@ -73,6 +73,11 @@ class Completion:
     top_logprobs: Tensor | None = None
     experts: Tensor | None = None
 
+    @property
+    def text_ids(self) -> tuple[int, ...]:
+        """The tokens that are graded: all, but for the one that ended the response."""
+        return self.token_ids[:-1] if self.finished else self.token_ids
+
 
 class Sampler(Protocol):
     """Something to sample from."""

@@ -92,7 +92,7 @@ class RolloutSampler:
         rollouts = []
         for index, (request, completion) in enumerate(zip(requests, completions, strict=True)):
             group = index // settings.group_size
-            text = self.tokenizer.decode(completion.token_ids, skip_special_tokens=True)
+            text = self.tokenizer.decode(completion.text_ids, skip_special_tokens=True)
             grade = self.task.grade(problems[group], Response(text=text, finished=completion.finished))
             if not 0 <= grade.reward <= 1:  # the bounds hold for rewards in [0, 1]; NaN is outside too
                 raise FaultError(f"the reward of problem {problems[group].id} is {grade.reward}, not in [0, 1]")

@@ -78,8 +78,8 @@ def check_turn_ends(config: RunConfig, tokenizer: PreTrainedTokenizerFast, model
 
 
 def turn_end(tokenizer: PreTrainedTokenizerFast) -> int | None:
-    """Find the special token that a chat template puts right behind an answer, or None."""
+    """Find the token of its own that a chat template puts right behind an answer, or None."""
     messages = [{"role": "user", "content": "question"}, {"role": "assistant", "content": MARK}]
     text = str(tokenizer.apply_chat_template(messages, tokenize=False))
     after = tokenizer(text.rpartition(MARK)[2].lstrip(), add_special_tokens=False).input_ids
-    return after[0] if after and after[0] in tokenizer.all_special_ids else None
+    return after[0] if after and after[0] in tokenizer.added_tokens_decoder else None
