@@ -88,8 +88,8 @@ class RolloutBatch:
         weight_versions: ``[B]`` int64.
         sequence_ids: ``[B]`` int64; position of each sequence in its step.
         token_weights: ``[B, T]`` float32, factors >= 0 of each token's objective that a gate of tokens gave, or None.
-        policy_normalizers: ``[B, T]`` float32, nats; log of the sum of exponentials of the tempered logits of the policy
-            that is about to learn from the batch, from a measurement with the same weights; or None.
+        policy_normalizers: ``[B, T]`` float32, nats; log of the sum of exponentials of the tempered logits of the
+            policy that is about to learn from the batch, from a measurement with the same weights; or None.
         rollout_log_distribution: ``[N, V]`` float32, nats, or None.
         rollout_hidden: ``[N, H]`` bfloat16 or float32, or None.
         rollout_heads: ``[V, H]`` by weight version, in the dtype of ``rollout_hidden``: the output heads that turn

@@ -9,7 +9,6 @@ import pytest
 from pipelines.cli import COMMANDS, main
 from tests.conftest import ROOT
 
-
 HEAVY = {"torch", "vllm", "mlflow", "transformers", "lightning", "pandas", "matplotlib", "scipy"}
 
 
