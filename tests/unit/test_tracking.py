@@ -2,21 +2,15 @@
 
 import dataclasses
 import json
-import time
-from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
-from sqlalchemy import event
-from sqlalchemy.pool import Pool
 
 from pipelines.run_directory import RunDirectory
 from pipelines.spool import MetricsSpool, SpoolEntry
 from pipelines.tracking import (
-    BackgroundTracker,
     ExperimentReplay,
     Tracker,
-    background,
     read_histories,
     read_state,
     select_runs,
@@ -118,68 +112,6 @@ def test_a_run_whose_making_was_not_answered_is_found_and_not_made_twice(
     with pytest.raises(OSError, match="connection lost"):
         tracker.open_run(directory)
     assert [Tracker(config).open_run(directory)] == made
-
-
-class Disk:
-    """What SQLite may write; a full one makes it raise its own "database or disk is full"."""
-
-    def __init__(self) -> None:
-        self.max_pages = 2**30
-
-    def limit(self, connection, record, proxy) -> None:
-        connection.execute(f"PRAGMA max_page_count = {self.max_pages}")  # never below what the file has already
-
-
-@pytest.fixture
-def disk() -> Iterator[Disk]:
-    disk = Disk()
-    event.listen(Pool, "checkout", disk.limit)
-    yield disk
-    event.remove(Pool, "checkout", disk.limit)
-
-
-def test_a_full_disk_of_the_store_stops_nothing_and_loses_nothing(
-    config: RunConfig, disk: Disk, monkeypatch: pytest.MonkeyPatch
-):
-    monkeypatch.setattr(background, "REPLAY_SECONDS", 0.05)
-    monkeypatch.setattr(background, "LONGEST_PAUSE_SECONDS", 0.05)
-    directory = prepared(config)
-    spool, said = MetricsSpool(directory.spool_file), []
-    replay = ExperimentReplay(config, is_experiment=False)
-
-    def write(steps: range) -> None:
-        for step in steps:
-            spool.append(train_entry(step, num_metrics=100))
-
-    with BackgroundTracker(replay, said.append) as tracking:
-        tracking.track(directory)
-        write(range(1, 4))
-        wait_until(lambda: replay.sent.get(directory.name) == 3)
-        disk.max_pages = 1
-        write(range(4, 20))  # training goes on
-        wait_until(lambda: tracking.failure is not None)
-        disk.max_pages = 2**30
-        write(range(20, 23))
-        tracking.track(directory, "FINISHED")
-        assert tracking.finish() is None
-    assert "database or disk is full" in said[0]
-    assert "training goes on, its points wait in metrics.jsonl" in said[0]
-    assert said[1:] == ["MLflow answers again; the points that waited are there"]
-    run_id = read_state(directory.path / "mlflow.json").run_id
-    for number in (0, 99):
-        name = f"family/quantity_{number}"
-        expected = [train_entry(step, num_metrics=100) for step in range(1, 23)]
-        assert history(Tracker(config), run_id, name) == [
-            (entry.step, entry.metrics[name], round(entry.time * 1000)) for entry in expected
-        ]
-    assert read_state(directory.path / "mlflow.json").rejected == []
-
-
-def wait_until(is_so: Callable[[], object], seconds: float = 60) -> None:
-    deadline = time.monotonic() + seconds
-    while not is_so():
-        assert time.monotonic() < deadline, "did not become so"
-        time.sleep(0.02)
 
 
 def test_a_refused_metric_costs_no_other_metric(config: RunConfig):
