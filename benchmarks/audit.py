@@ -3,7 +3,7 @@
 Each audit runs in a process of its own, so that its peak memory is its own; the time is that of the process, imports
 included, and the rate leaves out the time of an audit of one sequence, which is printed.
 
-    python benchmarks/audit.py --tokens 1e6 1e7 --folder /tmp/audit_benchmark
+    .venv/bin/python -m benchmarks.audit --tokens 1e7 1e8
 """
 
 import argparse
@@ -11,27 +11,36 @@ import json
 import multiprocessing
 import os
 import shutil
+import statistics
 import subprocess
 import sys
 import tempfile
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
+from tqdm import tqdm
+
+from benchmarks.measure import add_report_arguments, goal, publish
 
 MEAN_LENGTH = 1000
 ROWS_A_GROUP = 2000
-GOALS = (
-    (".parquet", "drift and the paper's gates", 20e6),
-    (".parquet", "everything", 5e6),
-    (".jsonl", "drift and the paper's gates", 1e6),
-    (".jsonl", "everything", 1e6),
-)
+QUICK, FULL = "drift and the paper's gates", "everything"
+GOALS = ((".parquet", QUICK, 20e6), (".parquet", FULL, 5e6), (".jsonl", QUICK, 1e6), (".jsonl", FULL, 1e6))
 """File, what is measured of it, and the rate it should reach, in tokens a second on two cores."""
+
+
+class Run(NamedTuple):
+    """One audit."""
+
+    seconds: float
+    cpu_seconds: float
+    peak_mib: float
+    num_tokens: int
 
 
 def make_rows(rng: np.random.Generator, num_rows: int) -> pa.RecordBatch:
@@ -87,93 +96,88 @@ def in_own_process(write: Callable[[Path, int], None], path: Path, num_tokens: i
         raise SystemExit(f"{path} could not be written")
 
 
-def measure(path: Path, options: list[str]) -> tuple[float, float, float, int]:
-    """Audit a file in a process of its own: seconds, CPU seconds, peak MiB, tokens."""
+def audit_once(path: Path, options: list[str]) -> Run:
+    """Audit a file in a process of its own."""
     with tempfile.TemporaryDirectory() as folder:
         out = Path(folder) / "audit.json"
         start = time.perf_counter()
         process = subprocess.Popen(
             [sys.executable, "-m", "pipelines.cli", "audit", str(path), "--json", str(out), *options],
             stdout=subprocess.DEVNULL,
+            stderr=subprocess.DEVNULL,
         )
         _, status, usage = os.wait4(process.pid, 0)
         seconds = time.perf_counter() - start
         if status:
             raise SystemExit(f"the audit of {path} failed")
-        return (
-            seconds,
-            usage.ru_utime + usage.ru_stime,
-            usage.ru_maxrss / 1024,
-            json.loads(out.read_text())["num_tokens"],
-        )
+        cpu_seconds, peak = usage.ru_utime + usage.ru_stime, usage.ru_maxrss / 1024
+        return Run(seconds, cpu_seconds, peak, json.loads(out.read_text())["num_tokens"])
 
 
-def goals_of(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Compare the slowest row of each kind, and the largest peak, with the goals."""
-    goals = []
-    for file, what, limit in GOALS:
-        rates = [row["rate"] for row in rows if row["file"] == file and row["what"] == what]
-        if rates:
-            text = f"{file}: {what}, tokens/s without the start"
-            goals.append((text, min(rates), limit, "at_least"))
-    goals.append(("peak memory, MiB", max(row["peak_mib"] for row in rows), 1000.0, "at_most"))
+def measure(jobs: list[tuple[Path, list[str]]], repeats: int) -> list[Run]:
+    """Run every audit in turn, once to warm up and then ``repeats`` times: medians, and the largest peak."""
+    rounds = [[audit_once(*job) for job in jobs] for _ in tqdm(range(1 + repeats))][1:]
     return [
-        {
-            "goal": text,
-            "value": value,
-            "limit": limit,
-            "direction": direction,
-            "met": value >= limit if direction == "at_least" else value <= limit,
-        }
-        for text, value, limit, direction in goals
+        Run(
+            statistics.median(run.seconds for run in runs),
+            statistics.median(run.cpu_seconds for run in runs),
+            max(run.peak_mib for run in runs),
+            runs[0].num_tokens,
+        )
+        for runs in zip(*rounds, strict=True)
     ]
 
 
 def main() -> int:
     """Print a Markdown table."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--tokens", type=float, nargs="+", default=[1e6, 1e7])
-    parser.add_argument("--jsonl-tokens", type=float, default=2e6, help="tokens of the JSONL file; 0 for none")
-    parser.add_argument("--json", type=Path, metavar="PATH", help="write rows and goals as JSON")
-    parser.add_argument("--quick", action="store_true", help="a rehearsal: 200,000 tokens of each kind")
+    parser.add_argument("--tokens", type=float, nargs="+", default=[1e7, 1e8])
+    parser.add_argument("--jsonl-tokens", type=float, default=2e6, help="tokens of the JSONL file")
+    parser.add_argument("--repeats", type=int, default=5)
     parser.add_argument("--folder", type=Path, default=Path(tempfile.gettempdir()) / "audit_benchmark")
+    add_report_arguments(parser)
     arguments = parser.parse_args()
     if arguments.quick:
-        arguments.tokens, arguments.jsonl_tokens = [2e5], 2e5
+        arguments.tokens, arguments.jsonl_tokens, arguments.repeats = [2e5], 2e5, 1
     arguments.folder.mkdir(parents=True, exist_ok=True)
     try:
-        jobs = []
-        for size in arguments.tokens:
-            path = arguments.folder / f"{int(size)}.parquet"
+        files = [arguments.folder / "one.parquet", *(arguments.folder / f"{n:.0f}.parquet" for n in arguments.tokens)]
+        for path, size in zip(files, [1, *arguments.tokens], strict=True):
             in_own_process(write_parquet, path, int(size))
-            jobs += [(path, ["--quick"]), (path, [])]
-        if arguments.jsonl_tokens:
-            path = arguments.folder / "tokens.jsonl"
-            in_own_process(write_jsonl, path, int(arguments.jsonl_tokens))
-            jobs += [(path, ["--quick"]), (path, [])]
-        one = arguments.folder / "one.parquet"
-        in_own_process(write_parquet, one, 1)
-        start = {quick: measure(one, ["--quick"] * quick)[0] for quick in (True, False)}
-        print(
-            f"{os.cpu_count()} cores; an audit of one sequence: quick {start[True]:.2f} s, full {start[False]:.2f} s\n"
-        )
-        rows: list[dict[str, Any]] = []
-        print("| file | what | tokens | seconds | CPU seconds | tokens/s | peak MiB |\n|---|---|---|---|---|---|---|")
-        for path, options in jobs:
-            seconds, cpu, peak, num_tokens = measure(path, options)
-            rate = num_tokens / max(seconds - start[bool(options)], 1e-9)
-            what = "drift and the paper's gates" if options else "everything"
-            row = dict(file=path.suffix, what=what, tokens=num_tokens, seconds=seconds, cpu_seconds=cpu, rate=rate)
-            rows.append(row | {"peak_mib": peak, "start_seconds": start[bool(options)]})
-            print(
-                f"| {path.suffix} | {what} | {num_tokens:,} | {seconds:.1f} | {cpu:.1f} | {rate:,.0f} | {peak:.0f} |",
-                flush=True,
-            )
+        files.append(arguments.folder / "tokens.jsonl")
+        in_own_process(write_jsonl, files[-1], int(arguments.jsonl_tokens))
+        jobs = [(path, options) for path in files for options in (["--quick"], [])]
+        runs = measure(jobs, arguments.repeats)
     finally:
         shutil.rmtree(arguments.folder)
-    if arguments.json is not None:
-        text = json.dumps({"benchmark": "audit", "rows": rows, "goals": goals_of(rows)}, indent=1)
-        arguments.json.write_text(text + "\n", encoding="utf-8")
+    starts = {True: runs[0].seconds, False: runs[1].seconds}
+    rows: list[dict[str, Any]] = []
+    rates: dict[tuple[str, str], float] = {}
+    for (path, options), run in zip(jobs[2:], runs[2:], strict=True):
+        what = QUICK if options else FULL
+        rate = run.num_tokens / max(run.seconds - starts[bool(options)], 1e-9)
+        rates[path.suffix, what] = min(rate, rates.get((path.suffix, what), rate))
+        rows.append(
+            {
+                "file": path.suffix,
+                "what": what,
+                "tokens": run.num_tokens,
+                "seconds": run.seconds,
+                "CPU seconds": run.cpu_seconds,
+                "tokens/s": rate,
+                "peak MiB": run.peak_mib,
+            }
+        )
+    goals = [
+        goal(f"{file}: {what}, tokens/s without the start", rates[file, what], limit, "at_least")
+        for file, what, limit in GOALS
+    ]
+    goals.append(goal("peak memory, MiB", max(run.peak_mib for run in runs), 1000.0, "at_most"))
+    note = (
+        f"Medians of {arguments.repeats} after one to warm up. An audit of one sequence: {starts[True]:.2f} s with "
+        f"--quick, {starts[False]:.2f} s without, most of it importing torch."
+    )
+    publish("audit", rows, goals, arguments.json, notes=[note])
     return 0
 
 

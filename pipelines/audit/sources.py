@@ -22,6 +22,8 @@ import pyarrow.parquet as pq
 from pipelines.audit.columns import Column, from_array, from_arrow, from_rows
 from trm_repro.errors import InputError
 
+DAMAGED = (pa.ArrowException, OSError, ValueError, RuntimeError, zipfile.BadZipFile, KeyError, EOFError, TypeError)
+"""What readers raise: Arrow OSError for a file cut short, torch RuntimeError for one that is no archive."""
 CHUNK_TOKENS = 1 << 17
 """Tokens aimed at in a chunk: a megabyte a column, which stays in a core's cache."""
 
@@ -130,17 +132,7 @@ def read_chunks(path: Path, wanted: Callable[[list[str]], set[str]]) -> Iterator
             yield chunk
     except InputError:
         raise
-    except (
-        pa.ArrowException,
-        OSError,
-        ValueError,
-        RuntimeError,
-        zipfile.BadZipFile,
-        KeyError,
-        EOFError,
-        TypeError,
-    ) as error:
-        # Arrow raises OSError for a file cut short, torch RuntimeError for one that is no archive.
+    except DAMAGED as error:
         reason = " ".join(str(error).split())[:200]
         raise InputError(
             f"{path}: cannot be read as {path.suffix} ({reason}); damaged, cut short, or another kind of file"
@@ -181,6 +173,7 @@ def _read_arrow(path: Path, wanted: Callable[[list[str]], set[str]]) -> Iterator
         first_row = 0
         for batch in batches:
             batch = batch.select(names)
+            batch.validate(full=True)  # Arrow trusts the offsets of a file, and ends the process on wrong ones
             num_rows = max(1, batch.num_rows * CHUNK_TOKENS // max(1, _most_values(batch)))
             for start in range(0, batch.num_rows, num_rows):
                 part = batch.slice(start, num_rows)
