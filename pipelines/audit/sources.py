@@ -30,11 +30,6 @@ CHUNK_TOKENS = 1 << 17
 CHUNK_BYTES = 1 << 22
 """Bytes of JSON in a chunk; the two log-probs of a token take 10 to 40."""
 
-UNREADABLE = (
-    pa.ArrowException, OSError, ValueError, RuntimeError, zipfile.BadZipFile, KeyError, EOFError, TypeError,
-)  # fmt: skip
-"""What the libraries raise for a file that is damaged or holds what they cannot make numbers of."""
-
 
 @dataclass
 class RawChunk:

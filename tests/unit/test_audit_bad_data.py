@@ -112,6 +112,19 @@ def test_a_truncated_parquet_file_is_named(tmp_path):
         audited(path)
 
 
+def test_an_arrow_file_whose_lists_reach_beyond_their_values_is_refused_and_does_not_end_the_process(tmp_path):
+    lists = pa.array([[-1.0, -2.0], [-3.0]], pa.list_(pa.float32()))
+    batch = pa.record_batch({"rollout_logprobs": lists, "policy_logprobs": lists})
+    path = tmp_path / "rollouts.arrow"
+    with pa.OSFile(str(path), "wb") as sink, pa.ipc.new_file(sink, batch.schema) as writer:
+        writer.write_batch(batch)
+    offsets, wrong = (np.array([0, 2, last], np.int32).tobytes() for last in (3, 2**30))
+    assert path.read_bytes().count(offsets) == 2
+    path.write_bytes(path.read_bytes().replace(offsets, wrong))
+    with pytest.raises(InputError, match=r"rollouts\.arrow: cannot be read as \.arrow \(.*offset"):
+        audited(path)
+
+
 def test_pickled_objects_are_not_loaded(tmp_path):
     torch.save({"rollout_log_probs": np.zeros((2, 3))}, tmp_path / "a.pt")
     with pytest.raises(InputError, match="Python objects"):

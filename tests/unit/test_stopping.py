@@ -96,7 +96,7 @@ def chat_run(*overrides: str) -> RunConfig:
 
 def test_a_base_model_under_a_chat_template_needs_the_templates_ending_token(base_model: Path, qwen3_tokenizer):
     assert stop_token_ids((), base_model) == (151643,)
-    assert stop_token_ids(("<|im_end|>",), base_model) == (151643, 151645)
+    assert stop_token_ids(("<|im_end|>",), base_model, qwen3_tokenizer) == (151643, 151645)
     for key in ("task.prompt_template", "evaluation.prompt_template"):
         config = chat_run(f"{key}=dapo_chat")
         with pytest.raises(InputError) as refused:

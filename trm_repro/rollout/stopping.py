@@ -16,13 +16,16 @@ from trm_repro.tasks.templates import CHAT_TEMPLATES
 MARK = "MARK"
 
 
-def stop_token_ids(stop_tokens: Sequence[str], model_path: str | Path) -> tuple[int, ...]:
+def stop_token_ids(
+    stop_tokens: Sequence[str], model_path: str | Path, tokenizer: PreTrainedTokenizerFast | None = None
+) -> tuple[int, ...]:
     """List the tokens that end a response of a model.
 
     Args:
         stop_tokens: rollout.stop_tokens.
         model_path: directory or hub name; its tokenizer's end-of-sequence token counts, and those of its
             generation_config.json, or of config.json where there is none.
+        tokenizer: of the model, where it has been loaded.
 
     Returns:
         Token ids, ascending.
@@ -30,7 +33,7 @@ def stop_token_ids(stop_tokens: Sequence[str], model_path: str | Path) -> tuple[
     Raises:
         InputError: if one of ``stop_tokens`` is no single token of the tokenizer.
     """
-    tokenizer = load_tokenizer(model_path)
+    tokenizer = tokenizer or load_tokenizer(model_path)
     try:
         settings = GenerationConfig.from_pretrained(model_path)
     except OSError:  # no such file
@@ -67,7 +70,7 @@ def check_turn_ends(config: RunConfig, tokenizer: PreTrainedTokenizerFast, model
     for key, template in templates.items():
         if template in CHAT_TEMPLATES and tokenizer.chat_template is not None:
             ending = turn_end(tokenizer)
-            ids = stop_token_ids(config.rollout.stop_tokens, model_path)
+            ids = stop_token_ids(config.rollout.stop_tokens, model_path, tokenizer)
             if ending is not None and ending not in ids:
                 name = tokenizer.convert_ids_to_tokens(ending)
                 found = ", ".join(map(str, tokenizer.convert_ids_to_tokens(list(ids))))
