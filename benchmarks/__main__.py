@@ -96,10 +96,24 @@ def document(records: list[dict[str, Any]], facts: Row) -> str:
     return "\n\n".join(parts) + "\n"
 
 
+def _record(path: Path) -> dict[str, Any]:
+    """Read a result; ValueError where the file holds something else."""
+    record = json.loads(path.read_text(encoding="utf-8"))
+    wanted = {"benchmark", "rows", "goals", "began", "seconds", "commit"}
+    if not isinstance(record, dict) or not wanted <= set(record):
+        raise ValueError(f"expected an object with {', '.join(sorted(wanted))}")
+    return record
+
+
 def collect(folder: Path, facts: Row) -> list[dict[str, Any]]:
     """Put the results that are there into bench.json and bench.md."""
     paths = [folder / f"{name}.json" for name in scripts()]
-    records = [json.loads(path.read_text(encoding="utf-8")) for path in paths if path.is_file()]
+    records = []
+    for path in filter(Path.is_file, paths):
+        try:
+            records.append(_record(path))
+        except ValueError as error:
+            print(f"{path}: left out, is no result ({error}); run it again", file=sys.stderr)
     write_atomically(folder / "bench.json", json.dumps({"machine": facts, "benchmarks": records}, indent=2) + "\n")
     write_atomically(folder / "bench.md", document(records, facts))
     return records
@@ -116,7 +130,10 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--out", type=Path, default=FOLDER, help=f"folder of the results; default {FOLDER}")
     arguments = parser.parse_args(argv)
     folder = arguments.out / "quick" if arguments.quick else arguments.out
-    folder.mkdir(parents=True, exist_ok=True)
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        parser.error(f"--out {folder}: {error.strerror}; expected a folder that can be written to")
     facts = machine()
     state = {"code": code_digest(), **{name: value for name, value in facts.items() if name != "git_commit"}}
     failed = []

@@ -126,7 +126,8 @@ def alarm(runs: Sequence[StudyRun]) -> AlarmRow | None:
     known = [run for run in runs if run.outcome.has_collapsed is not None]
     thresholds, leads, counts = [], [], {"collapsing": 0, "lasting": 0, "false": 0}
     for seed in sorted({run.seed for run in known}):
-        others = [_largest(run) for run in known if run.seed != seed and run.outcome.collapse_step is None]
+        lasting = [run for run in known if run.seed != seed and run.outcome.collapse_step is None]
+        others = [gap for gap in map(_largest, lasting) if not math.isnan(gap)]
         if not others:
             continue
         threshold = float(np.quantile(others, 1 - FALSE_ALARMS))
@@ -155,7 +156,7 @@ def alarm(runs: Sequence[StudyRun]) -> AlarmRow | None:
 
 def _largest(run: StudyRun) -> float:
     gaps = [run.gap_at(step) for step, _ in run.curves[GAP]]
-    return max(gap for gap in gaps if not math.isnan(gap))
+    return max((gap for gap in gaps if not math.isnan(gap)), default=math.nan)  # NaN where every gap is 0
 
 
 def _interval(

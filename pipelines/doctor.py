@@ -162,8 +162,9 @@ def check_disk(config: RunConfig) -> Iterator[Finding]:
     folder = Path(config.output.dir).absolute()
     while not folder.exists():
         folder = folder.parent
-    if not os.access(folder, os.W_OK):
-        yield Finding(name="disk", status="fail", detail=f"{folder} is not writable", mend="set output.dir")
+    if not folder.is_dir() or not os.access(folder, os.W_OK):
+        reason = "is not writable" if folder.is_dir() else "is no folder"
+        yield Finding(name="disk", status="fail", detail=f"{folder} {reason}", mend="set output.dir")
         return
     free = shutil.disk_usage(folder).free
     detail = f"{free / 1e9:.0f} GB free at {folder}"
@@ -177,19 +178,41 @@ def check_disk(config: RunConfig) -> Iterator[Finding]:
 def check_hub(config: RunConfig) -> Iterator[Finding]:
     """Say whether the model hub answers, where the run needs it."""
     needs_hub = config.policy.path is not None and not Path(config.policy.path).is_dir()
-    host = urlsplit(os.environ.get("HF_ENDPOINT", "https://huggingface.co"))
+    endpoint = os.environ.get("HF_ENDPOINT") or "https://huggingface.co"
     if os.environ.get("HF_HUB_OFFLINE") == "1":
         detail = "HF_HUB_OFFLINE=1: only what is cached can be used"
         yield Finding(name="hub", status="warn" if needs_hub else "ok", detail=detail)
         return
-    problem = connection_problem(host.hostname or "", host.port or (80 if host.scheme == "http" else 443))
-    if problem is None:
-        yield Finding(name="hub", status="ok", detail=f"{host.hostname} answers")
-    elif needs_hub:
-        mend = "download the model elsewhere and set policy.path to its folder"
-        yield Finding(name="hub", status="fail", detail=f"{host.hostname}: {problem}", mend=mend)
+    problem: str | None
+    try:
+        host, port = address_of(endpoint)
+    except ValueError as error:
+        problem, host, mend = f"is no address ({error})", "HF_ENDPOINT", "set HF_ENDPOINT to http(s)://HOST[:PORT]"
     else:
-        yield Finding(name="hub", status="ok", detail=f"{host.hostname}: {problem} (this run does not need it)")
+        problem = connection_problem(host, port)
+        mend = "download the model elsewhere and set policy.path to its folder"
+    if problem is None:
+        yield Finding(name="hub", status="ok", detail=f"{host} answers")
+    elif needs_hub:
+        yield Finding(name="hub", status="fail", detail=f"{host}: {problem}", mend=mend)
+    else:
+        yield Finding(name="hub", status="ok", detail=f"{host}: {problem} (this run does not need it)")
+
+
+def address_of(uri: str) -> tuple[str, int]:
+    """Find host and port of an http(s) address.
+
+    Raises:
+        ValueError: if it has none; what it says holds no password.
+    """
+    try:
+        parts = urlsplit(uri)
+        port = parts.port
+    except ValueError:  # whose message quotes the address
+        raise ValueError("its host or port cannot be read") from None
+    if not parts.hostname or port == 0:
+        raise ValueError("it has no host, or port 0")
+    return parts.hostname, port or (80 if parts.scheme == "http" else 443)
 
 
 def check_tracking(config: RunConfig) -> Iterator[Finding]:
@@ -199,9 +222,13 @@ def check_tracking(config: RunConfig) -> Iterator[Finding]:
         shown = "SQLite in output.dir" if uri is None else uri.split("://")[0]
         yield Finding(name="tracking", status="ok", detail=shown)
         return
-    parts = urlsplit(uri)
-    address = f"{parts.hostname}:{parts.port or (80 if parts.scheme == 'http' else 443)}"
-    problem = connection_problem(parts.hostname or "", parts.port or (80 if parts.scheme == "http" else 443))
+    try:
+        host, port = address_of(uri)
+    except ValueError as error:
+        mend = "set tracking.uri to http(s)://HOST[:PORT]"
+        yield Finding(name="tracking", status="fail", detail=f"tracking.uri is no address: {error}", mend=mend)
+        return
+    address, problem = f"{host}:{port}", connection_problem(host, port)
     if problem is None:
         yield Finding(name="tracking", status="ok", detail=f"{address} answers")
     else:
@@ -224,6 +251,8 @@ def connection_problem(host: str, port: int) -> str | None:
             return None
     except OSError as error:
         return error.strerror or str(error) or type(error).__name__
+    except UnicodeError:
+        return "is no host name"
 
 
 def check_ports(config: RunConfig) -> Iterator[Finding]:

@@ -187,21 +187,20 @@ def _sample(config: "RunConfig", checkpoint_file: Path | None) -> "tuple[list[Le
         session.engine.sync(weights, run=str(checkpoint_file), version=version)
     gates = {name: load_arm(name).mask for name in GATES}
     samples = []
-    bar = progress_bar("lengths", len(sizes), "size")
-    for size in sizes:
-        # A response has the room that a solution of its size needs, and a little more.
-        limited = dataclasses.replace(rollout, max_response_tokens=6 * size + 9)
-        task = dataclasses.replace(config.task, min_operands=size, max_operands=size)
-        evaluation = dataclasses.replace(config.evaluation, num_problems=1, num_sampled_problems=1)
-        sized = dataclasses.replace(config, task=task, rollout=limited, evaluation=evaluation)
-        rollouts = RolloutSampler(sized, session.engine, session.tokenizer).sample_step(0, 0)
-        batch = RolloutBatch.from_rollouts(rollouts)
-        measurement = module.measure(batch)
-        assert measurement.kl is not None
-        masks = {name: gate(measurement, batch.response_mask, mask) for name, mask in gates.items()}
-        samples.append(
-            LengthSample(num_operands=size, kl=measurement.kl, response_mask=batch.response_mask, masks=masks)
-        )
-        bar.update(1)
-    bar.close()
+    with progress_bar("lengths", len(sizes), "size") as bar:
+        for size in sizes:
+            # A response has the room that a solution of its size needs, and a little more.
+            limited = dataclasses.replace(rollout, max_response_tokens=6 * size + 9)
+            task = dataclasses.replace(config.task, min_operands=size, max_operands=size)
+            evaluation = dataclasses.replace(config.evaluation, num_problems=1, num_sampled_problems=1)
+            sized = dataclasses.replace(config, task=task, rollout=limited, evaluation=evaluation)
+            rollouts = RolloutSampler(sized, session.engine, session.tokenizer).sample_step(0, 0)
+            batch = RolloutBatch.from_rollouts(rollouts)
+            measurement = module.measure(batch)
+            assert measurement.kl is not None
+            masks = {name: gate(measurement, batch.response_mask, mask) for name, mask in gates.items()}
+            samples.append(
+                LengthSample(num_operands=size, kl=measurement.kl, response_mask=batch.response_mask, masks=masks)
+            )
+            bar.update(1)
     return samples, gates["trm_max_0.05"].max_threshold

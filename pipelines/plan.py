@@ -198,12 +198,10 @@ def make_plan(arguments: argparse.Namespace, config: RunConfig) -> Plan:
     num_gpus = config.trainer.num_ranks if arguments.gpus is None else arguments.gpus
     if not 1 <= num_gpus <= MOST_GPUS:
         raise InputError(f"--gpus must be >= 1 and at most {MOST_GPUS}, got {num_gpus}")
-    response = arguments.mean_response or float(config.rollout.max_response_tokens)
-    prompt = arguments.mean_prompt or float(config.rollout.max_prompt_tokens)
-    for name, value, most in (
-        ("response", response, config.rollout.max_response_tokens),
-        ("prompt", prompt, config.rollout.max_prompt_tokens),
-    ):
+    given = arguments.mean_response, arguments.mean_prompt
+    longest = config.rollout.max_response_tokens, config.rollout.max_prompt_tokens
+    response, prompt = (float(most) if mean is None else mean for mean, most in zip(given, longest, strict=True))
+    for name, value, most in zip(("response", "prompt"), (response, prompt), longest, strict=True):
         if not 0 < value <= most:
             raise InputError(f"--mean-{name} must be > 0 and at most rollout.max_{name}_tokens = {most}, got {value}")
     model, source = model_shape(config)

@@ -63,6 +63,7 @@ class StepRecorder(L.Callback):
         entry = self.describe(step, records) if ranks.is_first() else None
         is_last = step + 1 == self.config.num_steps
         if (step + 1) % self.config.evaluation.every_steps == 0 or is_last:
+            pl_module.free_device()  # callbacks come before the module's own end of the step
             self.evaluate(trainer, version=step + 1)
         if entry is not None and self.spool is not None:
             timings, spans = self.timings(entry.metrics["rollout/num_tokens"], data, pl_module)

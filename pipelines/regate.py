@@ -145,7 +145,7 @@ def read(shard: Path, masks: Path) -> "list[StoredUpdate]":
     rollouts = [dataclasses.replace(rollout, **unused) for rollout in rollouts]
     rows: dict[int, list[MaskRow]] = {}
     seen: set[tuple[int, int]] = set()
-    for row in read_masks(masks):
+    for row in read_masks(masks, of_step=step):
         lengths = len(rollouts[row.sequence_id].response_ids) if row.sequence_id < len(rollouts) else None
         if lengths != len(row.policy_logprobs):
             raise InputError(
@@ -202,6 +202,8 @@ def gate_function(text: str) -> "GateFunction":
         key, separator, value = word.partition("=")
         if word == "sampled":
             continue
+        if key in thresholds:
+            raise InputError(f"--gate {text}: gives {key} twice; give it once")
         try:
             thresholds[key] = float(value)
         except ValueError:

@@ -57,6 +57,8 @@ def read_study(file: Path) -> tuple[tuple[str, ...], list[Cell]]:
         raise InputError(f"{file}: cannot be read as YAML ({str(error).splitlines()[0]})") from None
     if not isinstance(text, dict) or not isinstance(text.get("cells"), list) or set(text) - {"settings", "cells"}:
         raise InputError(f"{file}: expected the keys settings and cells, the second a list")
+    if not text["cells"]:
+        raise InputError(f"{file}: has no cells; expected at least one")
     cells = [_cell(entry, f"{file}: cell {number}") for number, entry in enumerate(text["cells"], start=1)]
     names = [cell.name for cell in cells]
     if len(set(names)) < len(names):
@@ -112,6 +114,9 @@ def _cell(entry: Any, where: str) -> Cell:  # noqa: ANN401 - whatever YAML holds
     except ValueError as error:
         raise InputError(f"{where}: {error}") from None
     arms = _texts(entry["arms"], f"{where}: arms")
+    for key, values in (("arms", arms), ("seeds", seeds)):
+        if not values or len(set(values)) < len(values):
+            raise InputError(f"{where}: {key} must be a list of at least one, each once, got {list(values)}")
     hypotheses = entry.get("hypotheses", [])
     if not isinstance(hypotheses, list):
         raise InputError(f"{where}: hypotheses must be a list, got {str(hypotheses)[:100]}")
@@ -150,7 +155,7 @@ def _part(entry: Any, where: str) -> HypothesisPart:  # noqa: ANN401 - whatever 
         raise InputError(f"{where}: every_seed must be true or false, got {entry['every_seed']!r}")
     try:
         return HypothesisPart(**entry)
-    except ValueError as error:
+    except (ValueError, OverflowError) as error:
         raise InputError(f"{where}: {error}") from None
 
 

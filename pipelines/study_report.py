@@ -50,7 +50,10 @@ def write_study_report(folder: Path, document: Path, *, cells: Sequence[Cell]) -
 
     if not document.is_file():
         raise InputError(f"{document}: no such file; --document names a Markdown file with marked tables")
-    text = document.read_text(encoding="utf-8")
+    try:
+        text = document.read_text(encoding="utf-8")
+    except ValueError as error:
+        raise InputError(f"{document}: cannot be read as UTF-8 text ({error}); expected Markdown") from None
     runs = study_runs(*read_results(folder))
     drawn = {folder / "figures" / f"{name}.svg": draw(runs) for name, draw in STUDY_FIGURES.items()}
     pictures = {
@@ -143,10 +146,14 @@ def fill(text: str, tables: Mapping[str, str], *, source: str) -> str:
         The document with its marked tables replaced.
 
     Raises:
-        InputError: if it marks a table that there is not, or the end of one is missing.
+        InputError: if it marks no table, one that there is not or one twice, or the end of one is missing.
     """
     names = re.findall(r"^<!-- study: (.*) -->$", text, re.MULTILINE)
+    if not names:
+        raise InputError(f"{source}: marks no table; expected lines <!-- study: NAME -->, NAME of {', '.join(tables)}")
     for name in names:
+        if names.count(name) > 1:
+            raise InputError(f"{source}: marks the table {name!r} {names.count(name)} times; mark it once")
         if name not in tables:
             raise InputError(f"{source}: marks a table {name!r}; there are {', '.join(tables)}")
         begin, end = f"<!-- study: {name} -->", f"<!-- end of study: {name} -->"

@@ -24,6 +24,8 @@ LENGTH_COLUMNS = (
     "predicted_rejection",
     *GATES,
 )
+LARGEST_WHOLE = 2**62
+"""No seed or count of these files is larger."""
 
 
 def collect(cells: Sequence[Cell], shared: tuple[str, ...], folder: Path) -> list[Path]:
@@ -130,9 +132,25 @@ def read_results(folder: Path) -> "tuple[pd.DataFrame, pd.DataFrame]":
 
     texts = ("cell", "stage", "arm", "optimizer", "precision", "settings")
     runs = _read(folder / "runs.csv", RUN_COLUMNS, texts)
-    if not runs.is_finished.isin([0, 1]).all():
-        raise InputError(f"{folder / 'runs.csv'}: is_finished must be 0 or 1; write it again with study --collect")
-    return runs, _read(folder / "points.csv", POINT_COLUMNS, texts)
+    for column, values in (("is_finished", [0, 1]), ("stage", ["screen", "confirm"])):
+        wrong = runs[column][~runs[column].isin(values)]
+        if len(wrong):
+            wanted = " or ".join(map(str, values))
+            raise InputError(
+                f"{folder / 'runs.csv'}: {column} must be {wanted}, got {str(wrong.iloc[0])[:40]}; write it again with "
+                "study --collect"
+            )
+    points = _read(folder / "points.csv", POINT_COLUMNS, texts)
+    _require_once(folder / "runs.csv", runs, ["cell", "arm", "seed"])
+    _require_once(folder / "points.csv", points, ["cell", "arm", "seed", "step"])
+    return runs, points
+
+
+def _require_once(file: Path, frame: "pd.DataFrame", keys: list[str]) -> None:
+    again = frame[frame.duplicated(keys)]
+    if len(again):
+        which = ", ".join(f"{key} {again.iloc[0][key]}" for key in keys)
+        raise InputError(f"{file}: has two rows of {which}; write it again with study --collect")
 
 
 def read_lengths(folder: Path) -> "pd.DataFrame":
@@ -159,7 +177,10 @@ def _read(file: Path, columns: Sequence[str], texts: Sequence[str]) -> "pd.DataF
         try:
             frame[column] = pd.to_numeric(frame[column].replace("", float("nan")))
             if column in whole:
+                if not (frame[column].abs().astype(float) < LARGEST_WHOLE).all() or (frame[column] % 1 != 0).any():
+                    raise ValueError("one is missing, too large or not whole")
                 frame[column] = frame[column].astype(int)
-        except (ValueError, TypeError) as error:
-            raise InputError(f"{file}: column {column} must hold numbers ({error})") from None
+        except (ValueError, TypeError, OverflowError) as error:
+            numbers = "whole numbers" if column in whole else "numbers"
+            raise InputError(f"{file}: column {column} must hold {numbers} ({error})") from None
     return frame

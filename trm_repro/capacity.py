@@ -4,7 +4,9 @@ Arithmetic on shapes; no weights, no torch. Every estimate states what it counts
 Symbols: P parameters, L layers, H hidden size, V vocabulary, T tokens. Memory is in `trm_repro.memory`.
 """
 
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
+
+from trm_repro.config_sections.checks import LARGEST_SETTING, require
 
 BF16, FLOAT32 = 2, 4  # bytes
 TOKEN_BYTES = 2 * FLOAT32  # of a stored token: its id and its log-prob
@@ -37,6 +39,12 @@ class ModelShape:
     tie_word_embeddings: bool
     num_experts: int = 1
     num_experts_per_token: int = 1
+
+    def __post_init__(self) -> None:
+        """Check that every size is one that a model can have."""
+        for name, value in asdict(self).items():
+            if name != "tie_word_embeddings":
+                require(1 <= value <= LARGEST_SETTING, name, f">= 1 and at most {LARGEST_SETTING:g}", value)
 
     @property
     def embedding_parameters(self) -> int:

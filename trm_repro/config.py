@@ -41,6 +41,8 @@ from trm_repro.errors import InputError
 LEAST_TOP_FOR_AVERAGE = 1024
 MAX_MESSAGE = 300  # characters of a library's message that are repeated
 MAX_THREADS = 1024
+MOST_STEPS = 10**7
+LARGEST_SEED = 2**62 - 1
 CONF_DIR = Path(__file__).resolve().parents[1] / "conf"
 
 
@@ -89,8 +91,8 @@ class RunConfig:
 
     def __post_init__(self) -> None:
         """Check ranges and what sections demand of one another."""
-        require(self.seed >= 0, "seed", ">= 0", self.seed)
-        require(self.num_steps >= 1, "num_steps", ">= 1", self.num_steps)
+        require(0 <= self.seed <= LARGEST_SEED, "seed", f">= 0 and at most {LARGEST_SEED}", self.seed)
+        require(1 <= self.num_steps <= MOST_STEPS, "num_steps", f">= 1 and at most {MOST_STEPS}", self.num_steps)
         require(1 <= self.num_threads <= MAX_THREADS, "num_threads", f"between 1 and {MAX_THREADS}", self.num_threads)
         for key, value in (("arm", self.arm), ("name", self.name)):
             require_plain_name(key, value)

@@ -137,9 +137,8 @@ class TRMModule(L.LightningModule):
         record, saved = self.records[-1], ""
         if self.fault_dir is not None and (has_bad_weights or not record.is_finite):
             path = self.fault_dir / f"step_{self.current_epoch:05d}_update_{batch_idx}.safetensors"
-            saved = f" (its batch is in {path})"
             if ranks.is_first():
-                save_batch(path, record)
+                saved = f" ({save_batch(path, record)})"
         if has_bad_weights:
             raise FaultError(
                 f"the policy's weights are not finite after update {batch_idx} of step {self.current_epoch}{saved}; "
@@ -147,7 +146,11 @@ class TRMModule(L.LightningModule):
             )
 
     def on_train_epoch_end(self) -> None:
-        """Leave the device to the engine: free the gradients and the step's rollout distributions."""
+        """Leave the device to the engine."""
+        self.free_device()
+
+    def free_device(self) -> None:
+        """Free the gradients and the step's rollout distributions, which nothing needs once its updates are done."""
         self.optimizers().zero_grad()
         self.share.sequences = None  # also the data module's, which is the same
 

@@ -6,6 +6,7 @@ import signal
 from collections.abc import Callable
 
 PR_SET_PDEATHSIG = 1  # of Linux's prctl
+_LIBC = ctypes.CDLL(None)  # opened here: between fork and exec another thread's lock may be held for ever
 
 
 def end_with_parent(parent: int, number: int = signal.SIGKILL) -> None:
@@ -15,7 +16,7 @@ def end_with_parent(parent: int, number: int = signal.SIGKILL) -> None:
         parent: process id of the parent; if it has gone already, this process ends here.
         number: the signal.
     """
-    ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, number)
+    _LIBC.prctl(PR_SET_PDEATHSIG, number)
     if os.getppid() != parent:  # given to init or another reaper before the kernel was asked
         os.kill(os.getpid(), signal.SIGKILL)
 

@@ -202,21 +202,24 @@ def write_masks(path: Path, rows: Sequence[MaskRow], step: int) -> None:
     write_table(path, pa.table(columns, schema=MASK_SCHEMA.with_metadata(metadata)))
 
 
-def read_masks(path: Path) -> list[MaskRow]:
+def read_masks(path: Path, *, of_step: int | None = None) -> list[MaskRow]:
     """Read the masks of one step's updates.
 
     Args:
         path: a file written by `write_masks`.
+        of_step: the step that they have to be of; None takes any.
 
     Returns:
         One row per update and sequence, in the order written.
 
     Raises:
-        InputError: if the file is missing, damaged, or no mask file.
+        InputError: if the file is missing, damaged, no mask file, or of another step.
     """
     rows = []
     file = open_parquet(path, "masks", MASK_SCHEMA)
     for number, row in enumerate(parquet_rows(path, file, "masks", ["token_kl"])):
+        if of_step not in (None, row["step"]):
+            raise InputError(f"{path}: holds masks of step {row['step']}; give those of the shard's step, {of_step}")
         try:
             mask = MaskRow(
                 update=_at_least_0(row["update"], "update"),

@@ -135,7 +135,7 @@ class Counts:
     arms: list[Arm]
     is_exact: bool = False
     num_sequences: int = 0
-    steps: "StepCounts" = field(default_factory=lambda: StepCounts())
+    steps: StepCounts = field(default_factory=StepCounts)
     kept: NDArray[np.int64] = field(default_factory=lambda: np.zeros(0, dtype=np.int64))
     kept_tokens: NDArray[np.int64] = field(default_factory=lambda: np.zeros(0, dtype=np.int64))
     lengths: NDArray[np.int64] = field(default_factory=lambda: np.zeros(NUM_DOUBLINGS, dtype=np.int64))

@@ -144,7 +144,7 @@ def _one_a_row(column: Column, name: str, rows: Rows) -> Column:
     if len(starts):
         is_mixed = np.zeros(column.num_rows, dtype=bool)
         smallest, largest = (f.reduceat(flat.values, starts) for f in (np.minimum, np.maximum))
-        is_mixed[is_some] = smallest != largest
+        is_mixed[is_some] = (smallest != largest) & ~((column.lengths[is_some] == 1) & np.isnan(values[is_some]))
         rows.drop(is_mixed, f"{name} holds a list of several values; expected one number a row")
     return Column(values, None, ~is_some)
 

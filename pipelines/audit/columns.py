@@ -184,7 +184,10 @@ def from_rows(rows: list[Any]) -> tuple[Column | None, list[tuple[int, str]]]:
 
 def _list_of_numbers(row: Any) -> Array:  # noqa: ANN401
     """Make float64 of a list of numbers, whose nulls become NaN; a text is no number even where it looks like one."""
-    array = np.array(row)
+    try:
+        array = np.array(row)
+    except ValueError:  # of lists of several lengths, in numpy's own words
+        raise ValueError("inner lists of several lengths, or numbers beside lists; expected one size") from None
     if array.ndim == 0:
         raise ValueError("one number where other rows have a list")
     if array.dtype.kind not in "fiub":

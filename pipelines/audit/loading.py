@@ -19,6 +19,9 @@ from trm_repro.errors import InputError
 MAX_NAMED = 20
 """Bad rows that are named one by one in the report; the rest are counted."""
 
+LEAST_FLOAT32 = np.float64(np.finfo(np.float32).min)
+"""What is below it, such as the least float64, stands for -inf: its square has no float64."""
+
 
 @dataclass
 class Reading:
@@ -244,8 +247,8 @@ def _to_chunk(columns: dict[str, Column], reading: Reading) -> Chunk | None:
     assert rollout.offsets is not None
     if not rollout.num_rows:
         return None
-    if len(rollout.values) and not min(rollout.values.min(), policy.values.min()) > -np.inf:
-        is_infinite = np.isneginf(rollout.values) | np.isneginf(policy.values)
+    if len(rollout.values) and not min(float(rollout.values.min()), float(policy.values.min())) >= LEAST_FLOAT32:
+        is_infinite = (rollout.values < LEAST_FLOAT32) | (policy.values < LEAST_FLOAT32)
         keep = segment_sum(is_infinite.astype(np.float64), rollout.offsets) == 0
         reading.counts["nonfinite_sequences"] += int((~keep).sum())
         reading.counts["nonfinite_tokens"] += int(rollout.lengths[~keep].sum())

@@ -91,7 +91,8 @@ def audit(request: Request) -> Payload:
     drift, counts = Drift(is_quick=request.is_quick), Counts(list(names.values()))
     slices, signatures = Slices(), Signatures()
     top_k = TopK({name: arm.limits for name, arm in names.items() if not {"ln", "ser"} & set(arm.limits)})
-    gates = request.gates if request.is_quick else [*default_gates(), *request.gates]
+    chosen = request.gates if request.is_quick else [*default_gates(), *request.gates]
+    gates = list({gate[0]: gate for gate in chosen}.values())  # one named twice would be counted twice
     gate_counts = GateCounts(gates) if gates else None
 
     def add_by_torch(chunk: Chunk, tokens: Tokens, sequences: Sequences) -> None:

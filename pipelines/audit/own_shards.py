@@ -12,10 +12,12 @@ import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
 from pipelines.audit.columns import from_arrow
-from pipelines.audit.sources import RawChunk, find_files
+from pipelines.audit.sources import DAMAGED, RawChunk, find_files
 from trm_repro.errors import InputError
 
 NUMBER = re.compile(r"[0-9]+")
+NUMBERS = ("step", "update", "sequence_id")
+"""Columns of a mask file with a whole number a row; a shard has the first."""
 
 
 class FileKind(enum.Enum):
@@ -86,11 +88,16 @@ def read_policy(shard: Path, masks: Path | None) -> PolicyRows:
         Rows in the order of the shard.
 
     Raises:
-        InputError: if there is no mask file of the step, or it is of another one.
+        InputError: if there is no mask file of the step, it is of another one, or a file is damaged.
     """
     file = _mask_file(shard, masks)
-    num_rows = pq.ParquetFile(shard).metadata.num_rows
-    table = pq.read_table(file, columns=["update", "sequence_id", "policy_logprobs", "token_kl"])
+    shard_steps = _columns(shard, ["step"])
+    num_rows = shard_steps.num_rows
+    table = _columns(file, [*NUMBERS, "policy_logprobs", "token_kl"])
+    steps = [set(of["step"].unique().to_pylist()) for of in (shard_steps, table)]
+    if steps[0] != steps[1] and table.num_rows:
+        of = [", ".join(map(str, sorted(found, key=str))) for found in steps]
+        raise InputError(f"{file}: holds masks of step {of[1]}; give those of {shard}, which is of step {of[0]}")
     table = table.take(pc.sort_indices(table, sort_keys=[("sequence_id", "ascending"), ("update", "ascending")]))
     ids, first = np.unique(table["sequence_id"].to_numpy(), return_index=True)
     if len(ids) and (ids[0] < 0 or ids[-1] >= num_rows):
@@ -102,6 +109,24 @@ def read_policy(shard: Path, masks: Path | None) -> PolicyRows:
     return PolicyRows(
         table["policy_logprobs"].combine_chunks().take(indices), None if token_kl.null_count == num_rows else token_kl
     )
+
+
+def _columns(path: Path, names: list[str]) -> pa.Table:
+    """Read columns of a shard or mask file, of which those of `NUMBERS` hold a whole number in every row."""
+    try:
+        table = pq.read_table(path, columns=names)
+        table.validate(full=True)
+        wrong = [name for name in NUMBERS if name in names and not _is_whole(table[name])]
+    except DAMAGED as error:
+        reason = " ".join(str(error).split())[:200]
+        raise InputError(f"{path}: cannot be read for {', '.join(names)} ({reason}); write it again") from None
+    if wrong:
+        raise InputError(f"{path}: column {wrong[0]} must hold a whole number in every row; write it again")
+    return table
+
+
+def _is_whole(column: pa.ChunkedArray) -> bool:
+    return bool(pa.types.is_integer(column.type)) and not column.null_count
 
 
 def add_policy(raw: RawChunk, policy: PolicyRows) -> None:

@@ -187,7 +187,8 @@ def _lines(x: list[int], series: dict[str, list[float]], label: str, title: str)
         drawing = Figure(figsize=(5, 3), layout="constrained")
         axes = drawing.add_subplot()
         for name, values in series.items():
-            axes.plot(x, [value if value and value > 0 else math.nan for value in values], label=name)
+            # By six digits: matplotlib warns of an axis between values that differ in the last bit alone.
+            axes.plot(x, [float(f"{v:.6g}") if v and v > 0 else math.nan for v in values], label=name)
         axes.set(xlabel=label, yscale="log", title=title)
         axes.xaxis.set_major_locator(MaxNLocator(integer=True))
         axes.grid(alpha=0.3)

@@ -116,13 +116,13 @@ def intervals(columns: dict[str, Column], sampled_ids: Array | None) -> TokenInt
         return None
     interval = bucket_interval(ours, theirs, rounding, is_twice)
     if whole is not None and sampled_ids is not None:
-        _add_upper_end(interval, ids, top, sampled_ids, rollout, whole)
+        stored = {"ids": ids, "logprobs": top, "sampled_ids": sampled_ids, "sampled_logprobs": rollout}
+        _add_upper_end(interval, stored, whole, max(rounding, _rounding(whole)))
     return interval
 
 
-def _add_upper_end(
-    interval: TokenInterval, ids: Array, top: Array, sampled: Array, rollout: Array, whole: Array
-) -> None:
+def _add_upper_end(interval: TokenInterval, stored: dict[str, Array], whole: Array, rounding: float) -> None:
+    """Narrow the interval by the policy's whole distribution, ``[N, V]``; ``stored`` is named as in `TopLogprobs`."""
     import torch
 
     from trm_repro.certified import TopLogprobs, certified_kl_interval
@@ -130,19 +130,23 @@ def _add_upper_end(
     def tensor(values: Array) -> Any:  # noqa: ANN401
         return torch.from_numpy(np.ascontiguousarray(values))
 
-    usable = ~interval.is_contradictory & (np.maximum(ids.max(axis=1), sampled) < whole.shape[1])  # [N]
-    stored = TopLogprobs(
-        ids=tensor(ids[usable]),
-        logprobs=tensor(top[usable]),
-        sampled_ids=tensor(sampled[usable]),
-        sampled_logprobs=tensor(rollout[usable]),
-    )
-    low, high = (end.numpy() for end in certified_kl_interval(stored, tensor(whole[usable])))
+    largest_id = np.maximum(stored["ids"].max(axis=1), stored["sampled_ids"])  # [N]
+    usable = np.flatnonzero(~interval.is_contradictory & (largest_id < whole.shape[1]))
+    top = TopLogprobs(**{name: tensor(values[usable]) for name, values in stored.items()})
+    ends = certified_kl_interval(top, tensor(whole[usable]), rounding=rounding)
+    low, high = (end.numpy() for end in ends)
     is_certified = ~np.isnan(low)
-    index = np.flatnonzero(usable)
-    interval.kl_low[index[is_certified]] = np.maximum(low, interval.kl_low[index])[is_certified]
-    interval.kl_high[index[is_certified]] = high[is_certified]
-    interval.is_contradictory[index[~is_certified]] = True
+    index, dropped = usable[is_certified], usable[~is_certified]
+    interval.kl_low[index] = np.maximum(low[is_certified], interval.kl_low[index])
+    interval.kl_high[index] = high[is_certified]
+    interval.is_contradictory[dropped] = True
+    for values, nothing in (
+        (interval.kl_low, 0.0),
+        (interval.tv_low, 0.0),
+        (interval.tv_high, 1.0),
+        (interval.total_variation, 0.0),
+    ):
+        values[dropped] = nothing
 
 
 def bucket_interval(rollout: Float64, policy: Float64, rounding: float, is_twice: Flags) -> TokenInterval:

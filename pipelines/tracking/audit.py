@@ -75,8 +75,19 @@ def _metrics(payload: dict[str, Any]) -> Iterator[tuple[str, float, int]]:
     for name, row in payload.get("gates", {}).items():
         for key in ("sequence_fraction", "token_fraction"):
             if key in row:
-                yield f"gate/{name.replace(':', '/').replace('=', '_').replace(',', '/')}/{key}", float(row[key]), 0
+                yield f"gate/{_gate_key(name)}/{key}", float(row[key]), 0
     for row in payload["steps"]:
-        for name, value in row.items():
-            if name != "step" and value is not None and math.isfinite(value):
-                yield f"divergence/{name}", float(value), int(row["step"])
+        yield from _step_metrics(row, int(row["step"]))
+
+
+def _step_metrics(row: dict[str, Any], step: int) -> Iterator[tuple[str, float, int]]:
+    for name, value in row.items():
+        if isinstance(value, dict):  # acceptance and gates: by gate
+            yield from ((f"{name}_by_step/{_gate_key(gate)}", float(share), step) for gate, share in value.items())
+        elif name != "step" and value is not None and math.isfinite(value):
+            yield f"divergence/{name}", float(value), step
+
+
+def _gate_key(name: str) -> str:
+    """Write a gate with its thresholds as MLflow allows a metric's name to be."""
+    return name.replace(":", "/").replace("=", "_").replace(",", "/")

@@ -65,4 +65,7 @@ def test_an_audit_is_recorded_as_an_mlflow_run(tmp_path):
     assert 0 <= run.data.metrics["acceptance/trm_max_0.1_avg_0.002"] <= 1
     assert [m.step for m in client.get_metric_history(run.info.run_id, "divergence/ppl_gap")] == [0, 1, 2]
     payload = json.loads(Path(client.download_artifacts(run.info.run_id, "audit.json", str(tmp_path))).read_text())
+    by_step = client.get_metric_history(run.info.run_id, "acceptance_by_step/trm_avg_0.002")
+    assert [m.value for m in by_step] == [row["acceptance"]["trm_avg_0.002"] for row in payload["steps"]]
+    assert "gates_by_step/sequence_mis/low_0/high_3" in run.data.metrics
     assert payload["ppl_gap"] == pytest.approx(run.data.metrics["audit/ppl_gap"])

@@ -146,6 +146,13 @@ def test_a_number_where_a_list_is_expected_is_refused(tmp_path):
         audited(tmp_path / "a.jsonl")
 
 
+def test_lists_of_lists_of_several_lengths_are_named_in_words(tmp_path):
+    row = {"rollout_logprobs": [-1.0, -1.0], "policy_logprobs": [-1.0, -1.0], "rollout_top_ids": [[1, 2], [1]]}
+    (tmp_path / "a.jsonl").write_text(json.dumps(row | {"rollout_top_logprobs": [[-1.0, -2.0]] * 2}) + "\n")
+    with pytest.raises(InputError, match="line 1: rollout_top_ids: inner lists of several lengths, or numbers beside"):
+        audited(tmp_path / "a.jsonl")
+
+
 def test_only_bad_rows_leave_nothing_to_audit(tmp_path):
     path = tmp_path / "a.jsonl"
     path.write_text(json.dumps({"rollout_logprobs": [-1.0, -1.0], "policy_logprobs": [-1.0]}) + "\n")

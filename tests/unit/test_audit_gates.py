@@ -68,6 +68,13 @@ def test_every_gate_of_the_registry_is_applied_as_it_is(payload):
             assert row["weight_mean"] == pytest.approx(float(mask.double().sum()) / NUM_TOKENS), name
 
 
+def test_a_gate_named_twice_is_counted_once(payload, tmp_path):
+    path = write_jsonl(tmp_path / "a.jsonl", ROWS)
+    for is_quick in (False, True):
+        found = audited(path, gates=[parse_gate("icepop"), parse_gate("icepop")], is_quick=is_quick)["gates"]
+        assert found["icepop"] == payload["gates"]["icepop"]
+
+
 def test_gates_without_what_they_need_say_so(tmp_path):
     path = write_jsonl(tmp_path / "a.jsonl", ROWS[:5], ("rollout_logprobs", "policy_logprobs"))
     assert audited(path)["gates"]["opsm"]["not_applied"] == "needs advantages"

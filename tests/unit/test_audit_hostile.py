@@ -181,6 +181,11 @@ def test_a_list_of_one_value_is_that_value_and_of_several_a_bad_row(tmp_path, na
         audited(lines(tmp_path / "a.jsonl", *rows, GOOD | {name: [1, 2]}))
 
 
+def test_a_list_of_one_nan_is_no_step(tmp_path):
+    payload = audited(lines(tmp_path / "a.jsonl", GOOD | {"step": [float("nan")]}, GOOD | {"step": [2.0]}))
+    assert [row["step"] for row in payload["steps"]] == [-1, 2]
+
+
 def test_a_mask_that_leaves_nothing_is_a_warning(tmp_path):
     findings = audited(lines(tmp_path / "a.jsonl", GOOD | {"mask": [0, 0]}))["findings"]
     assert [row["code"] for row in findings if row["level"] == "warning"] == ["no_tokens"]

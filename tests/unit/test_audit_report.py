@@ -1,12 +1,15 @@
 """What a reader of the terminal or of the page sees first, and what no table may suggest."""
 
+import json
+import math
 import re
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 from evaluation.document import Table
-from pipelines.audit.page import page_html
+from pipelines.audit.page import _lines, page_html
 from pipelines.audit.terminal import LENGTH_ARMS, summary_text
 from pipelines.cli import main
 from tests.unit.audit_data import audited, sample, write_jsonl
@@ -131,3 +134,17 @@ def test_terminal_and_page_say_what_top_k_certifies_and_the_page_what_each_step_
     assert f"{payload['steps'][1]['acceptance']['trm_avg_0.002']:.1%}" in first
     assert f"{payload['steps'][1]['gates']['geometric']:.1%}" in second
     assert page.count("Sequences kept at each step.") >= 2
+
+
+@pytest.mark.filterwarnings("error")
+def test_a_curve_that_is_flat_but_for_its_last_bit_is_drawn_without_a_warning():
+    _lines([0, 1, 2], {"a": [0.1, 0.1 + 2e-17, math.nextafter(0.1, 1)]}, "step", "flat")
+
+
+@pytest.mark.filterwarnings("error")
+@pytest.mark.parametrize(("value", "num_infinite"), [(-1e300, 1), (float(np.finfo(np.float32).min), 0)])
+def test_a_log_prob_beyond_float32_stands_for_a_dropped_token(tmp_path, value, num_infinite):
+    rows = [{"rollout_logprobs": [-1.0, last], "policy_logprobs": [-1.0, -2.0]} for last in (-2.0, value)]
+    (tmp_path / "a.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    found = audited(tmp_path / "a.jsonl")
+    assert (found["num_sequences"], found["num_nonfinite_sequences"]) == (2, num_infinite)

@@ -145,6 +145,29 @@ def test_half_floats_have_a_wider_margin_and_still_hold_the_truth(tmp_path):
     assert rounded["tv_high_mean"] > exact["tv_high_mean"]
 
 
+def test_half_floats_widen_both_ends_where_the_policy_is_whole(tmp_path):
+    rollout, policy, sampled = policies()
+    kl, _ = truth(rollout, policy)
+    columns = dump(rollout, policy, sampled, whole_policy=True)
+    columns["rollout_top_ids"] = np.argsort(-rollout, axis=-1)  # K = V: the ends are apart by the rounding alone
+    columns["rollout_top_logprobs"] = -np.sort(-rollout, axis=-1)
+    halves = {k: v.astype(np.float16) if v.dtype.kind == "f" else v for k, v in columns.items()}
+    found = audited(tmp_path, halves)["top_k"]
+    assert found["num_contradictory_tokens"] == 0
+    assert found["kl_low_max"] <= kl.max() <= found["kl_high_max"]
+    assert found["kl_low_mean"] <= kl.mean() <= found["kl_high_mean"]
+
+
+def test_where_the_upper_end_finds_a_contradiction_the_lower_ones_are_taken_back(tmp_path):
+    rollout, policy, sampled = policies()
+    columns = dump(rollout, policy, sampled, whole_policy=True)
+    columns["rollout_top_logprobs"] = columns["rollout_top_logprobs"] - 3.0  # leaves more than the tail can hold
+    columns["policy_log_distribution"] = np.roll(policy, 1, axis=-1)
+    found = audited(tmp_path, columns)["top_k"]
+    assert found["num_contradictory_tokens"] == B * T
+    assert (found["kl_low_max"], found["tv_low_max"], found["tv_high_mean"]) == (0.0, 0.0, 1.0)
+
+
 def test_lists_of_lists_in_jsonl_are_read_and_a_row_with_another_k_is_named(tmp_path):
     columns = dump(*policies())
     rows = [{name: values[i].tolist() for name, values in columns.items()} for i in range(B)]

@@ -35,6 +35,20 @@ def measured(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     return names
 
 
+def test_a_damaged_result_is_left_out_and_said(measured: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    for text in ("{", "[]", "{}", "\xff"):
+        (tmp_path / "broken.json").write_text(text)
+        assert bench.main(["--only", "steady", "--out", str(tmp_path)]) == 0
+        assert "broken.json: left out, is no result" in capsys.readouterr().err
+
+
+def test_an_output_folder_that_is_a_file_is_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    (tmp_path / "file").touch()
+    with pytest.raises(SystemExit, match="2"):
+        bench.main(["--out", str(tmp_path / "file")])
+    assert "expected a folder that can be written to" in capsys.readouterr().err
+
+
 def test_a_script_that_has_finished_with_this_code_is_not_run_again(measured: list[str], tmp_path: Path):
     arguments = ["--only", "steady", "--out", str(tmp_path)]
     assert bench.main(arguments) == 0

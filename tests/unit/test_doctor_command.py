@@ -99,3 +99,29 @@ def test_a_taken_port_is_told():
         with contextlib.suppress(OSError):
             taken.bind(("127.0.0.1", 5000))
         assert [finding.status for finding in doctor.check_ports(RunConfig())] == ["warn"]
+
+
+ADDRESSES = ["http://h:99999", "http://hunter2:x@h:y", "http://[::1", "http://", "http://h:0", "http://h:-1"]
+
+
+@pytest.mark.parametrize("uri", ADDRESSES)
+def test_an_address_that_is_none_fails_with_a_mend(monkeypatch: pytest.MonkeyPatch, uri: str):
+    monkeypatch.delenv("HF_HUB_OFFLINE", raising=False)
+    monkeypatch.setenv("HF_ENDPOINT", uri)
+    found = [
+        *findings(doctor.check_tracking, f"tracking.uri={uri}"),
+        *findings(doctor.check_hub, "policy.path=Qwen/Qwen3-8B-Base"),
+    ]
+    assert [finding.status for finding in found] == ["fail", "fail"]
+    assert all("http(s)://HOST[:PORT]" in finding.mend and "hunter2" not in finding.detail for finding in found)
+
+
+@pytest.mark.parametrize("host", ["..", "a" * 300])
+def test_a_host_that_no_name_server_can_be_asked_for_is_told(host: str):
+    assert doctor.connection_problem(host, 80) == "is no host name"
+
+
+def test_an_output_folder_below_a_file_is_told():
+    assert [(f.status, f.detail) for f in findings(doctor.check_disk, "output.dir=/dev/null/x")] == [
+        ("fail", "/dev/null is no folder")
+    ]

@@ -55,3 +55,11 @@ def test_an_alarm_is_set_on_the_runs_of_other_seeds():
 
 def test_without_lasting_runs_of_other_seeds_there_is_no_alarm():
     assert alarm([study_run(seed=1, gaps=[0.1] * 9, collapse_step=5)]) is None
+
+
+def test_a_run_without_a_gap_sets_no_alarm():
+    runs = [study_run(seed=1, gaps=[0.0] * 9), study_run(seed=2, gaps=[0.1] * 9), study_run(seed=3, gaps=[0.1] * 9)]
+    found = alarm(runs)
+    assert found is not None
+    assert found.threshold == pytest.approx(0.1)
+    assert alarm(runs[:1] * 2) is None

@@ -132,3 +132,29 @@ def test_shape_is_read_from_the_models_own_configuration(tmp_path: Path, capsys:
     code, _, error = plan(capsys, f"policy.path={tmp_path}")
     assert code == 2
     assert "no configuration of a decoder model" in error
+
+
+@pytest.mark.parametrize("value", [0, -1, 10**30, 10**400])
+@pytest.mark.parametrize("name", ["hidden_size", "num_hidden_layers", "vocab_size", "head_dim"])
+def test_a_size_that_no_model_has_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str], name: str, value: int):
+    shape = {"hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4, "intermediate_size": 96}
+    if name == "head_dim" and value == 0:
+        value = -2  # 0 stands for none
+    (tmp_path / "config.json").write_text(json.dumps(shape | {"vocab_size": 100, name: value}))
+    code, printed, error = plan(capsys, f"policy.path={tmp_path}")
+    assert (code, printed, error.count("\n")) == (2, "", 1)
+    assert "must be >= 1 and at most 1e+13" in error
+
+
+@pytest.mark.parametrize(
+    ("argument", "wanted"),
+    [
+        ("--mean-response=0", "--mean-response must be > 0"),
+        ("--mean-prompt=0", "--mean-prompt must be > 0"),
+        ("num_steps=" + "9" * 400, "num_steps must be >= 1 and at most"),
+    ],
+)
+def test_a_length_of_0_is_not_taken_for_none(capsys: pytest.CaptureFixture[str], argument: str, wanted: str):
+    code, printed, error = plan(capsys, argument)
+    assert (code, printed) == (2, "")
+    assert wanted in error

@@ -4,6 +4,8 @@ import json
 import math
 from dataclasses import replace
 
+import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 import torch
 
@@ -198,6 +200,7 @@ def test_one_shard_with_the_masks_that_the_mask_command_writes_beside_it(run_fol
         (["--gate", "dppo_top_k_tv"], "cannot be replayed: needs total_variation: mask files hold the policy's"),
         (["--arm", "trm_av_0.001"], "did you mean 'trm_avg_0.001'"),
         (["--masks", "/"], "no shard has masks"),
+        (["--gate", "icepop,low=0.1,low=0.5"], "gives low twice"),
     ],
 )
 def test_a_request_that_cannot_be_met_is_one_line_and_writes_nothing(run_folder, capsys, arguments, said):
@@ -216,6 +219,45 @@ def test_masks_of_other_rollouts_are_refused(run_folder, capsys):
     write_masks(run_folder / "masks" / "step_00000.parquet", [replace(short, sequence_id=99)], 0)
     assert main(["regate", str(run_folder), "--gate", "ser"]) == 2
     assert "it is missing" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("command", [["regate"], ["audit", "--masks"]])
+def test_masks_of_another_step_are_refused_even_where_every_length_fits(run_folder, capsys, command):
+    masks = run_folder / "masks"
+    words = [str(run_folder)] if command[0] == "regate" else [str(masks), str(run_folder)]
+    (masks / "step_00000.parquet").write_bytes((masks / "step_00010.parquet").read_bytes())
+    assert main([*command, *words]) == 2
+    assert "step_00000.parquet: holds masks of step 10; give those of" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("name", ["step", "update", "sequence_id", "policy_logprobs", "token_kl"])
+def test_masks_without_a_column_or_with_other_values_are_one_line_of_the_audit(run_folder, capsys, name):
+    file = run_folder / "masks" / "step_00000.parquet"
+    table = pq.read_table(file)
+    changed = [table.drop_columns([name])]
+    if table.schema.field(name).type == pa.int32():
+        index = table.column_names.index(name)
+        others = (pa.nulls(table.num_rows, pa.int32()), ["x"] * table.num_rows, [1.5] * table.num_rows)
+        changed += [table.set_column(index, name, pa.array(values)) for values in others]
+    for wrong in changed:
+        pq.write_table(wrong, file)
+        assert main(["audit", str(run_folder)]) == 2
+        err = capsys.readouterr().err
+        assert (f"{file}: " in err, name in err, err.count("\n")) == (True, True, 1)
+
+
+def test_damaged_masks_are_one_line_of_the_audit(run_folder, capsys):
+    file = run_folder / "masks" / "step_00000.parquet"
+    data = bytearray(file.read_bytes())
+    data[4:200] = b"\xff" * 196  # the pages of the first columns; the footer is whole
+    file.write_bytes(data)
+    assert main(["audit", str(run_folder)]) == 2
+    err = capsys.readouterr().err
+    assert f"{file}: cannot be read for step, update" in err
+    assert err.count("\n") == 1
+    (run_folder / "text").write_text("x")
+    assert main(["audit", str(run_folder / "shards" / file.name), "--masks", str(run_folder / "text")]) == 2
+    assert "text: cannot be read for step, update" in capsys.readouterr().err
 
 
 def test_a_path_that_is_no_run_is_named(tmp_path, capsys):

@@ -54,3 +54,17 @@ def test_old_shards_are_gone_before_the_checkpoint_says_that_the_step_is_done(tm
     with pytest.raises(Killed):
         recorder.on_train_epoch_end(trainer, module)
     assert sorted(file.name for file in directory.shards.iterdir()) == [shard_name(0), shard_name(5)]
+
+
+def test_an_evaluation_finds_the_device_free_of_the_steps_gradients(tmp_path, monkeypatch):
+    config = load_config(overrides=[f"output.dir={tmp_path}", "evaluation.every_steps=1", "num_steps=9"])
+    recorder = StepRecorder(config, RunDirectory(config), session=None)
+    monkeypatch.setattr(recorder, "describe", lambda step, records: None)
+    monkeypatch.setattr(recorder, "save_checkpoint", lambda trainer: None)
+    done = []
+    monkeypatch.setattr(recorder, "evaluate", lambda trainer, version: done.append("evaluate"))
+    trainer = SimpleNamespace(current_epoch=0, datamodule=SimpleNamespace(take_snapshot=lambda version: None))
+    module = TRMModule.__new__(TRMModule)
+    module.__dict__ |= {"records": [], "free_device": lambda: done.append("free")}
+    recorder.on_train_epoch_end(trainer, module)
+    assert done == ["free", "evaluate"]

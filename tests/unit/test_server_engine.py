@@ -58,6 +58,15 @@ def test_an_empty_answer_is_a_fault():
         server.read_completion(choice([], []), SamplingSettings(max_tokens=1), vocab_size=5)
 
 
+@pytest.mark.parametrize("rows", [1, 3])
+def test_rows_of_log_probs_that_are_not_one_a_token_are_a_fault(rows):
+    answer = choice(TOP, [0, 1])
+    answer["logprobs"]["top_logprobs"] = (TOP * 2)[:rows]
+    settings = SamplingSettings(max_tokens=4, distribution="full")
+    with pytest.raises(FaultError, match=f"returned {rows} rows of log-probs for 2 tokens"):
+        server.read_completion(answer, settings, vocab_size=5)
+
+
 @pytest.mark.parametrize("architecture", ["dense", "moe"])
 def test_weight_files_hold_every_weight_once_and_never_more_than_one_lies_there(architecture, monkeypatch):
     monkeypatch.setattr(server, "FILE_BYTES", 4096)

@@ -1,5 +1,6 @@
 """`trm-repro study --report`: tables, figures and what to expect, from CSV files alone."""
 
+import csv
 import dataclasses
 import json
 import shutil
@@ -16,6 +17,7 @@ from evaluation.study_tables import prediction_table as prediction
 from pipelines import study_report
 from pipelines.cli import main
 from pipelines.study_plan import read_study
+from pipelines.study_results import read_results
 from pipelines.tracking.state import flatten
 from tests.unit.test_outcomes import outcome
 from tests.unit.test_study_runs import study_run
@@ -52,7 +54,12 @@ def test_a_document_is_filled_between_its_marks_and_nowhere_else():
 
 @pytest.mark.parametrize(
     ("text", "wanted"),
-    [("<!-- study: z -->\n", "marks a table 'z'"), ("<!-- study: a -->\n", "no line <!-- end of study: a -->")],
+    [
+        ("<!-- study: z -->\n", "marks a table 'z'"),
+        ("<!-- study: a -->\n", "no line <!-- end of study: a -->"),
+        ("# nothing\n", "x.md: marks no table; expected lines <!-- study: NAME -->, NAME of a"),
+        ("<!-- study: a -->\n<!-- end of study: a -->\n" * 2, "marks the table 'a' 2 times"),
+    ],
 )
 def test_a_document_with_wrong_marks_is_refused(text: str, wanted: str):
     with pytest.raises(InputError, match=wanted):
@@ -86,7 +93,38 @@ def test_a_number_that_is_none_is_refused(tmp_path: Path, capsys: pytest.Capture
     (tmp_path / "points.csv").write_text("\n".join([*lines[:1], lines[1].replace(",0,", ",zero,", 1)]))
     shutil.copy(ROOT / "docs" / "miniature.md", tmp_path)
     code = main(["study", "--report", str(tmp_path), "--document", str(tmp_path / "miniature.md")])
-    assert (code, "column step must hold numbers" in capsys.readouterr().err) == (2, True)
+    assert (code, "column step must hold whole numbers" in capsys.readouterr().err) == (2, True)
+
+
+@pytest.mark.parametrize(
+    ("name", "change", "wanted"),
+    [
+        ("runs.csv", lambda row: [row | {"seed": "1.5"}], "column seed must hold whole numbers"),
+        ("runs.csv", lambda row: [row | {"seed": "9" * 30}], "column seed must hold whole numbers"),
+        ("runs.csv", lambda row: [row | {"num_steps": "inf"}], "column num_steps must hold whole numbers"),
+        ("points.csv", lambda row: [row | {"step": ""}], "column step must hold whole numbers"),
+        ("runs.csv", lambda row: [row | {"stage": "x"}], "stage must be screen or confirm, got x"),
+        ("runs.csv", lambda row: [row, row], "has two rows of cell "),
+        ("points.csv", lambda row: [row, row], "has two rows of cell "),
+    ],
+)
+def test_rows_that_collect_does_not_write_are_refused(tmp_path: Path, name: str, change, wanted: str):
+    for file in ("runs.csv", "points.csv"):
+        shutil.copy(SUMMARIES / file, tmp_path)
+    with (tmp_path / name).open(newline="") as lines:
+        first = next(csv.DictReader(lines))
+    with (tmp_path / name).open("w", newline="") as lines:
+        writer = csv.DictWriter(lines, list(first))
+        writer.writeheader()
+        writer.writerows(change(first))
+    with pytest.raises(InputError, match=wanted):
+        read_results(tmp_path)
+
+
+def test_a_document_that_is_no_text_is_refused(tmp_path: Path):
+    (tmp_path / "document.md").write_bytes(b"\xff\xfe")
+    with pytest.raises(InputError, match=r"document\.md: cannot be read as UTF-8 text"):
+        study_report.write_study_report(tmp_path, tmp_path / "document.md", cells=[])
 
 
 def test_an_arm_is_stable_up_to_the_rate_below_its_first_collapse():

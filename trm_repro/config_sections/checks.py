@@ -35,3 +35,10 @@ def require_plain_name(key: str, name: str) -> None:
     is_plain = name[:1].isalnum() and all(c.isalnum() or c in "._-" for c in name) and name.isascii()
     wanted = "letters, digits, dots, dashes and underscores, the first a letter or digit, 100 at most"
     require(is_plain and len(name) <= 100, key, wanted, name)
+
+
+def require_texts(section: str, **values: tuple[str, ...]) -> None:
+    """Check that lists hold texts that are not empty."""
+    for name, items in values.items():
+        is_text = all(isinstance(item, str) and item for item in items)
+        require(is_text, f"{section}.{name}", "a list of texts that are not empty", list(items))

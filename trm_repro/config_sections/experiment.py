@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass
 
-from trm_repro.config_sections.checks import require, require_at_least
+from trm_repro.config_sections.checks import require, require_at_least, require_texts
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -31,6 +31,7 @@ class ReproduceConfig:
 
     def __post_init__(self) -> None:
         """Check ranges."""
+        require_texts("reproduce", hypotheses=self.hypotheses)
         require(len(self.arms) > 0, "reproduce.arms", "a list with at least one arm", self.arms)
         require(len(self.seeds) > 0, "reproduce.seeds", "a list with at least one seed", self.seeds)
         require(len(set(self.arms)) == len(self.arms), "reproduce.arms", "without repeats", self.arms)

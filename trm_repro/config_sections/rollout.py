@@ -7,6 +7,7 @@ from trm_repro.config_sections.checks import (
     require,
     require_at_least,
     require_positive,
+    require_texts,
 )
 
 Precision = Literal["bfloat16", "float32", "int8", "fp8"]
@@ -98,6 +99,7 @@ class RolloutConfig:
             "file for more than one of rollout.server_urls (vLLM's own data parallelism serves many GPUs at one)",
             self.weight_transfer,
         )
+        require_texts("rollout", stop_tokens=self.stop_tokens, server_urls=self.server_urls)
         for url in self.server_urls:
             require(
                 str(url).startswith(("http://", "https://")), "rollout.server_urls", "http:// or https:// URLs", url

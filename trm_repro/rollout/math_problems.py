@@ -95,13 +95,18 @@ def math_probe_contexts(config: RunConfig, tokenizer: PreTrainedTokenizerFast) -
         ``rollout.probe_contexts`` contexts, the same for every run on these problems.
 
     Raises:
-        InputError: if the data set cannot be read.
+        InputError: if the data set cannot be read, or no prompt has two tokens.
     """
     problems, _ = load_problems(evaluation_source(config.evaluation))
     template, count = config.task.prompt_template, config.rollout.probe_contexts
     rendered = render_prompts(problems[:count], template, tokenizer, "task.prompt_template")
     texts = [prompt_token_ids(problem.prompt, tokenizer)[: config.rollout.max_prompt_tokens] for problem in rendered]
-    return probe_contexts([text for text in texts if len(text) > 1], count, derive_seed(0, "probe contexts"))
+    texts = [text for text in texts if len(text) > 1]
+    if not texts:
+        raise InputError(
+            "evaluation.task: no held-out prompt has two tokens, so the weight-sync probe has no context; name another"
+        )
+    return probe_contexts(texts, count, derive_seed(0, "probe contexts"))
 
 
 def prompt_token_ids(prompt: str, tokenizer: PreTrainedTokenizerFast) -> tuple[int, ...]:

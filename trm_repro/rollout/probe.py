@@ -171,7 +171,7 @@ class Probe:
         return ProbeReading(gap=gaps.usual[0], threshold=limits[0])
 
     @torch.no_grad()
-    def _measure(self, engine: RolloutEngine, weights: Mapping[str, Tensor]) -> "_Gaps":
+    def _measure(self, engine: RolloutEngine, weights: Mapping[str, Tensor]) -> _Gaps:
         """Measure the engine's gap to the policy, and the gap that precision alone makes in the policy."""
         contexts = [*self.contexts, *self.long_contexts]
         requests = [SamplingRequest(prompt_ids=context, seed=index) for index, context in enumerate(contexts)]

@@ -239,7 +239,7 @@ def read_completion(choice: Mapping[str, Any], settings: SamplingSettings, vocab
         The response.
 
     Raises:
-        FaultError: if the answer is empty or longer than what was asked for.
+        FaultError: if the answer is empty, longer than what was asked for, or lacks rows of log-probs.
     """
     token_ids = tuple(choice["token_ids"])
     logprobs = choice["logprobs"]
@@ -247,6 +247,8 @@ def read_completion(choice: Mapping[str, Any], settings: SamplingSettings, vocab
     distribution = top_ids = top_logprobs = None
     if settings.distribution in ("full", "top_k"):
         rows = [{int(key.rpartition(":")[2]): value for key, value in row.items()} for row in logprobs["top_logprobs"]]
+        if len(rows) != len(token_ids):
+            raise FaultError(f"the rollout server returned {len(rows)} rows of log-probs for {len(token_ids)} tokens")
         if settings.distribution == "full":
             distribution = torch.full((len(token_ids), vocab_size), -torch.inf)  # [T, V]
             for position, row in enumerate(rows):
