@@ -75,7 +75,7 @@ def draw_survival(runs: Sequence[StudyRun]) -> Figure | None:
     Returns:
         The figure; None where no cell confirms.
     """
-    cells = cells_of([run for run in runs if run.stage == "confirm"])
+    cells = _confirming(runs)
     if not cells:
         return None
     figure = Figure(figsize=(6.6, 3.6 * len(cells)), layout="constrained")
@@ -107,7 +107,7 @@ def draw_curves(runs: Sequence[StudyRun]) -> Figure | None:
     Returns:
         The figure; None where no cell confirms.
     """
-    cells = cells_of([run for run in runs if run.stage == "confirm"])
+    cells = _confirming(runs)
     if not cells:
         return None
     figure = Figure(figsize=(11, 4.2 * len(cells)), layout="constrained")
@@ -187,3 +187,8 @@ STUDY_FIGURES = {
     "length_figure": draw_horizon,
 }
 """Stem of the file to what draws it."""
+
+
+def _confirming(runs: Sequence[StudyRun]) -> dict[str, list[StudyRun]]:
+    """Pick the runs of the cells that confirm, by cell."""
+    return cells_of([run for run in runs if run.stage == "confirm"])

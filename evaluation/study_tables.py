@@ -13,11 +13,12 @@ from evaluation.outcomes import GAP
 from evaluation.statistics import bootstrap_mean
 from evaluation.study_runs import Setting, StudyRun, cells_of, outcomes_of
 from trm_repro.config_sections.claims import ENOUGH_SEEDS, ClaimThresholds
+from trm_repro.config_sections.task import TaskConfig
 
 REFERENCE_ARM = "ppo_clip"
 """Arms are compared with it seed by seed."""
 NOTHING = "Nothing of this has been run."
-USUAL_OPERANDS = 14
+USUAL_OPERANDS = TaskConfig.max_operands
 """Largest problem of conf/miniature.yaml; cells with others ask about the length of responses."""
 
 

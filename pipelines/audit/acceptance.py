@@ -13,6 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from pipelines.audit.columns import Array, Flags
+from pipelines.audit.drift import MAX_STEPS
 from pipelines.audit.slices import NUM_DOUBLINGS, doubling_bin
 from pipelines.audit.statistics import Float64, Sequences
 from trm_repro.errors import InputError
@@ -101,10 +102,6 @@ def criteria_of(sequences: Sequences) -> dict[str, Float64]:
         "sequence_log_ratio": np.abs(sequences.log_ratio_sum),
         "geometric_log_ratio": np.abs(sequences.log_ratio_sum) / divisor,
     }
-
-
-MAX_STEPS = 100_000
-"""Steps that get a row of their own; sequences of further ones count in the totals alone."""
 
 
 class StepCounts:

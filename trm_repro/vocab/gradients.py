@@ -167,10 +167,11 @@ def _gradients(
         is_in_tile = is_here & (columns >= rows.start) & (columns < rows.stop)
         own = torch.where(is_in_tile, scale, torch.zeros_like(scale))
         tile.scatter_add_(-1, torch.where(is_in_tile, columns - rows.start, 0)[:, None], own[:, None])
+        of_tile = tile.to(lifted)
         if of_hidden is not None:
-            multiply(tile.to(lifted), weight, out=of_hidden, is_added=True)
+            multiply(of_tile, weight, out=of_hidden, is_added=True)
         if of_head is not None:
-            multiply(tile.to(lifted).t(), states, out=of_head[rows])
+            multiply(of_tile.t(), states, out=of_head[rows])
     shard = settings.shard
     _check_mass(mass if shard is None else shard.sum(mass))
     if of_hidden is not None:
