@@ -25,6 +25,7 @@ ProblemScores = Mapping[tuple[str, int], Sequence[float]]
 QUANTITIES: dict[str, Callable[[RunOutcome], float]] = {
     "start score": lambda run: run.start_score,
     "final score": lambda run: run.final_score,
+    "final sampled score": lambda run: run.final_sampled_score,
     "area under the score curve": lambda run: run.score_area,
     "log10 PPL gap, last quarter": lambda run: run.log_gap,
     "kept fraction": lambda run: run.acceptance,

@@ -132,7 +132,8 @@ CHOICES = (
     Choice(
         question="held-out problems, and how they are answered",
         answer="{evaluation.task}, {evaluation.num_problems} greedily; {evaluation.num_sampled_problems} sampled "
-        "{evaluation.num_samples} times at temperature {evaluation.temperature}, top-p {evaluation.top_p}",
+        "{evaluation.num_samples} times at temperature {evaluation.temperature}, top-p {evaluation.top_p}; after the "
+        "last step at least {evaluation.num_final_problems} of each",
         keys=("evaluation",),
     ),
     Choice(

@@ -1,7 +1,8 @@
 """Hypotheses of a study: what was expected, in words and in numbers, and what the runs say of it. Pure.
 
 A hypothesis is written down before its runs. It is supported where the paired interval over seeds lies wholly on the
-expected side and the sign-flip test agrees, refuted where the interval lies wholly on the other, else not supported.
+expected side and the sign-flip test, corrected by Holm for the number of the cell's hypotheses, is significant; refuted
+where the interval lies wholly on the other; else not supported.
 """
 
 import dataclasses
@@ -23,6 +24,7 @@ OUTCOME_DEFINITIONS = {
     "time to collapse": "step of the first of those evaluations; a run that does not collapse is watched to its end",
     "area under the score curve": "trapezoids over the evaluations, over the number of steps",
     "PPL gap": "mean over sequences of |mean log policy - mean log rollout|; median over the last quarter of the steps",
+    "final score": "share solved greedily of all problems that the evaluation after the last step answers",
     "improved": f"final score more than {IMPROVED_BY:g} above its start",
 }
 """Set before the runs and recorded with them."""
@@ -137,9 +139,12 @@ def judge_hypotheses(
         by_seed.setdefault(outcome.seed, {})[outcome.arm] = outcome
     rows = [_judge(hypothesis, list(by_seed.values()), thresholds) for hypothesis in hypotheses]
     adjusted = iter(holm([row.p_value for row in rows if row.p_value is not None]))
-    return [
-        row if row.p_value is None else dataclasses.replace(row, adjusted_p_value=float(next(adjusted))) for row in rows
-    ]
+    return [row if row.p_value is None else _adjusted(row, float(next(adjusted)), thresholds) for row in rows]
+
+
+def _adjusted(row: HypothesisRow, p_value: float, thresholds: ClaimThresholds) -> HypothesisRow:
+    is_lost = row.verdict == "supported" and p_value > thresholds.significance
+    return dataclasses.replace(row, adjusted_p_value=p_value, verdict="not supported" if is_lost else row.verdict)
 
 
 def _judge(

@@ -12,12 +12,18 @@ from itertools import pairwise
 import pandas as pd
 
 SCORE = "score/greedy"
+SAMPLED_SCORE = "score/avg_at_k"
+FINAL_SCORE = "score/final_greedy"
+FINAL_SAMPLED_SCORE = "score/final_avg_at_k"
+"""Of the last evaluation, which may answer more problems."""
 GAP = "divergence/ppl_gap"
 ACCEPTANCE = "mask/kept_sequence_fraction"
 NUM_REFUTING = "bounds/num_refuting_sequences"
 REPORTED_METRICS = (
     SCORE,
-    "score/avg_at_k",
+    SAMPLED_SCORE,
+    FINAL_SCORE,
+    FINAL_SAMPLED_SCORE,
     GAP,
     ACCEPTANCE,
     "rollout/reward_mean",
@@ -52,6 +58,7 @@ REPORTED_METRICS = (
     "throughput/rollout_tokens_per_second",
     "throughput/step_tokens_per_second",
 )
+OUTCOME_METRICS = (SCORE, SAMPLED_SCORE, FINAL_SCORE, FINAL_SAMPLED_SCORE, GAP, ACCEPTANCE, NUM_REFUTING)
 IMPROVED_BY = 0.05
 """A score this much above its start counts as improved, as much below as fallen."""
 COLLAPSE_SHARE = 0.5
@@ -69,7 +76,8 @@ class RunOutcome:
         run_id: its MLflow run.
         num_steps: steps it has done.
         start_score: score before the first step, in [0, 1].
-        final_score: score at the last evaluation.
+        final_score: score of all problems of the last evaluation.
+        final_sampled_score: of the same by sampling, avg@k; NaN where there is none.
         best_score: largest score.
         first_gap: median perplexity gap over the first quarter of its steps, nats per token.
         final_gap: the same over the last quarter.
@@ -89,6 +97,7 @@ class RunOutcome:
     num_steps: int
     start_score: float
     final_score: float
+    final_sampled_score: float
     best_score: float
     first_gap: float
     final_gap: float
@@ -134,7 +143,7 @@ def run_outcomes(points: pd.DataFrame) -> list[RunOutcome]:
     """
     runs: dict[str, dict[str, list[tuple[int, float]]]] = {}
     identities: dict[str, tuple[str, int]] = {}
-    chosen = points[points.metric.isin([SCORE, GAP, ACCEPTANCE, NUM_REFUTING])]
+    chosen = points[points.metric.isin(OUTCOME_METRICS)]
     columns = [chosen[name].tolist() for name in ("arm", "seed", "run_id", "metric", "step", "value")]
     for arm, seed, run_id, metric, step, value in zip(*columns, strict=True):
         identities.setdefault(run_id, (arm, seed))
@@ -157,7 +166,8 @@ def _outcome(arm: str, seed: int, run_id: str, curves: Mapping[str, Sequence[tup
         run_id=run_id,
         num_steps=num_steps,
         start_score=scores[0][1],
-        final_score=scores[-1][1],
+        final_score=_last(curves.get(FINAL_SCORE) or scores),
+        final_sampled_score=_last(curves.get(FINAL_SAMPLED_SCORE) or curves.get(SAMPLED_SCORE, [])),
         best_score=max(value for _, value in scores),
         first_gap=_median([gap for step, gap in gaps if step <= max(1.0, 0.25 * num_steps)]),
         final_gap=_median([gap for step, gap in gaps if step > 0.75 * num_steps]),
@@ -202,6 +212,10 @@ def first_collapse(curve: Sequence[tuple[int, float]]) -> int | None:
         if running == COLLAPSE_EVALUATIONS:
             return curve[index - COLLAPSE_EVALUATIONS + 1][0]
     return None
+
+
+def _last(curve: Sequence[tuple[int, float]]) -> float:
+    return curve[-1][1] if curve else math.nan
 
 
 def _log10(value: float) -> float:

@@ -11,11 +11,23 @@ from typing import Any
 
 import pandas as pd
 
-from evaluation.outcomes import ACCEPTANCE, GAP, NUM_REFUTING, SCORE, RunOutcome, run_outcomes
+from evaluation.outcomes import (
+    ACCEPTANCE,
+    FINAL_SAMPLED_SCORE,
+    FINAL_SCORE,
+    GAP,
+    NUM_REFUTING,
+    SAMPLED_SCORE,
+    SCORE,
+    RunOutcome,
+    run_outcomes,
+)
 
 CURVES = (
     SCORE,
-    "score/avg_at_k",
+    SAMPLED_SCORE,
+    FINAL_SCORE,
+    FINAL_SAMPLED_SCORE,
     GAP,
     "divergence/kl_mean",
     "divergence/kl_max",

@@ -25,7 +25,7 @@ USUAL_OPERANDS = TaskConfig.max_operands
 def arms_table(runs: Sequence[StudyRun], thresholds: ClaimThresholds) -> str:
     """Lay out every cell and arm: a mean with its interval from five seeds, with its range below, one seed as it is."""
     heads = [
-        *("cell", "arm", "seeds", "score before", "final score", "area under the score curve"),
+        *("cell", "arm", "seeds", "score before", "final score", "final, sampled", "score area"),
         *("PPL gap, last quarter", "kept", "update length", "collapsed", "at step (median)"),
     ]
     rows = []
@@ -42,6 +42,7 @@ def arms_table(runs: Sequence[StudyRun], thresholds: ClaimThresholds) -> str:
                     str(len(of_arm)),
                     spread([outcome.start_score for outcome in outcomes]),
                     mean_with_interval([outcome.final_score for outcome in outcomes], thresholds),
+                    mean_with_interval([outcome.final_sampled_score for outcome in outcomes], thresholds),
                     mean_with_interval([outcome.score_area for outcome in outcomes], thresholds),
                     spread([outcome.final_gap for outcome in outcomes], "{:.1e}"),
                     mean_with_interval([outcome.acceptance for outcome in outcomes], thresholds),

@@ -192,7 +192,9 @@ def _sample(config: "RunConfig", checkpoint_file: Path | None) -> "tuple[list[Le
             # A response has the room that a solution of its size needs, and a little more.
             limited = dataclasses.replace(rollout, max_response_tokens=6 * size + 9)
             task = dataclasses.replace(config.task, min_operands=size, max_operands=size)
-            evaluation = dataclasses.replace(config.evaluation, num_problems=1, num_sampled_problems=1)
+            evaluation = dataclasses.replace(
+                config.evaluation, num_problems=1, num_sampled_problems=1, num_final_problems=0
+            )
             sized = dataclasses.replace(config, task=task, rollout=limited, evaluation=evaluation)
             rollouts = RolloutSampler(sized, session.engine, session.tokenizer).sample_step(0, 0)
             batch = RolloutBatch.from_rollouts(rollouts)

@@ -7,6 +7,7 @@ from typing import Any
 import lightning as L  # noqa: N812
 import torch
 
+from evaluation.outcomes import FINAL_SAMPLED_SCORE, FINAL_SCORE, SAMPLED_SCORE, SCORE
 from evaluation.scores import ScoredResponse, average_at_k, problem_scores, score_problems
 from pipelines.checkpoint_files import replace_checkpoint
 from pipelines.checkpoints import SNAPSHOTS
@@ -64,7 +65,7 @@ class StepRecorder(L.Callback):
         is_last = step + 1 == self.config.num_steps
         if (step + 1) % self.config.evaluation.every_steps == 0 or is_last:
             pl_module.free_device()  # callbacks come before the module's own end of the step
-            self.evaluate(trainer, version=step + 1)
+            self.evaluate(trainer, version=step + 1, is_last=is_last)
         if entry is not None and self.spool is not None:
             timings, spans = self.timings(entry.metrics["rollout/num_tokens"], data, pl_module)
             self.latest = replace(entry, metrics=entry.metrics | timings, spans=spans, time=time.time())
@@ -105,8 +106,11 @@ class StepRecorder(L.Callback):
         batches["current"] = dict.fromkeys(batches["current"], 0)
         batches["is_last_batch"] = False
 
-    def evaluate(self, trainer: L.Trainer, version: int) -> None:
-        """Score the newest policy on held-out problems: greedily, and by sampling."""
+    def evaluate(self, trainer: L.Trainer, version: int, *, is_last: bool = False) -> None:
+        """Score the newest policy on held-out problems, greedily and by sampling; on more of them after the last step.
+
+        Scores along the run are all of the same problems, the last among them; those of all problems have other names.
+        """
         data: RolloutDataModule = trainer.datamodule
         assert data.sampler is not None
         snapshot_version, weights = data.snapshots[-1]
@@ -116,11 +120,17 @@ class StepRecorder(L.Callback):
                 data.ahead.wait()
             self.session.engine.sync(weights, run=data.run_name, version=version)
             sampler = data.sampler
-            scored = lead(self.session.engine.engine, lambda: self.score(sampler, version))
+            scored = lead(self.session.engine.engine, lambda: self.score(sampler, version, is_last=is_last))
         if scored is None or self.spool is None:
             return
         greedy, sampled = scored
-        metrics = {"score/greedy": average_at_k(greedy), "score/avg_at_k": average_at_k(sampled)}
+        settings = self.config.evaluation
+        metrics = {
+            SCORE: average_at_k(greedy[: settings.num_problems]),
+            SAMPLED_SCORE: average_at_k(sampled[: settings.num_sampled_problems * settings.num_samples]),
+        }
+        if is_last:
+            metrics |= {FINAL_SCORE: average_at_k(greedy), FINAL_SAMPLED_SCORE: average_at_k(sampled)}
         self.spool.append(
             SpoolEntry(
                 step=version,
@@ -131,9 +141,12 @@ class StepRecorder(L.Callback):
             )
         )
 
-    def score(self, sampler: RolloutSampler, version: int) -> tuple[list[ScoredResponse], list[ScoredResponse]]:
+    def score(
+        self, sampler: RolloutSampler, version: int, *, is_last: bool
+    ) -> tuple[list[ScoredResponse], list[ScoredResponse]]:
         """Answer the held-out problems with the engine's weights: greedily, and by sampling."""
         settings = self.config.evaluation
+        at_least = settings.num_final_problems if is_last else 0
         limit = self.config.rollout.max_prompt_tokens
         questions = [
             (problem, encode_prompt(problem.prompt, self.session.tokenizer, limit)) for problem in sampler.held_out
@@ -142,7 +155,7 @@ class StepRecorder(L.Callback):
             self.session.engine,
             self.session.tokenizer,
             sampler.held_out_task,
-            questions[: settings.num_problems],
+            questions[: max(settings.num_problems, at_least)],
             num_samples=1,
             settings=SamplingSettings(max_tokens=settings.max_response_tokens, temperature=0.0),
         )
@@ -150,7 +163,7 @@ class StepRecorder(L.Callback):
             self.session.engine,
             self.session.tokenizer,
             sampler.held_out_task,
-            questions[: settings.num_sampled_problems],
+            questions[: max(settings.num_sampled_problems, at_least)],
             num_samples=settings.num_samples,
             settings=SamplingSettings(
                 max_tokens=settings.max_response_tokens,

@@ -42,7 +42,7 @@ def run(arguments: argparse.Namespace) -> int:
     from pipelines.study_plan import cell_command, cell_runs, read_study
     from pipelines.study_results import collect
 
-    shared, cells = read_study(arguments.study)
+    cells = read_study(arguments.study)
     unknown = sorted(set(arguments.cells) - {cell.name for cell in cells})
     if unknown:
         raise InputError(f"{arguments.study} has no cell {unknown[0]!r}; it has {', '.join(c.name for c in cells)}")
@@ -56,14 +56,17 @@ def run(arguments: argparse.Namespace) -> int:
     chosen = [cell for cell in cells if not arguments.cells or cell.name in arguments.cells]
     failed = []
     for cell in chosen:
-        list(cell_runs(cell, shared, arguments.out))  # a wrong setting is named before anything is run
+        list(cell_runs(cell, arguments.out))  # a wrong setting is named before anything is run
     for number, cell in enumerate([] if arguments.collect else chosen, start=1):
         sys.stderr.write(f"cell {number} of {len(chosen)}: {cell.name}\n")
-        command = cell_command(cell, shared, arguments.out)
+        command = cell_command(cell, arguments.out)
         if subprocess.run(command, check=False, preexec_fn=ending_with_this_process()).returncode:
             failed.append(cell.name)
-        collect(cells, shared, arguments.out)
-    sys.stdout.writelines(f"{file}\n" for file in collect(cells, shared, arguments.out))
+        collect(cells, arguments.out)
+    written = collect(cells, arguments.out)
+    if not written and arguments.collect:
+        raise InputError(f"{arguments.out}: holds no run of a cell of {arguments.study}; nothing is written")
+    sys.stdout.writelines(f"{file}\n" for file in written)
     for name in failed:
         sys.stderr.write(f"trm-repro: cell {name} did not finish; the same command goes on with it\n")
     return 1 if failed else 0

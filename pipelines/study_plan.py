@@ -23,7 +23,7 @@ class Cell:
     Attributes:
         name: names its folder.
         stage: screen, on exploration seeds; confirm, on fresh seeds, of hypotheses written down before.
-        settings: ``key=value`` of the configuration.
+        settings: ``key=value`` of the configuration, those that all cells of the study share among them.
         arms: its arms.
         seeds: its seeds.
         hypotheses: what is expected, in words and numbers, before the cell is run.
@@ -37,14 +37,18 @@ class Cell:
     hypotheses: tuple[Hypothesis, ...] = field(default=())
 
 
-def read_study(file: Path) -> tuple[tuple[str, ...], list[Cell]]:
+OWN_KEYS = ("arm", "seed", "name", "output.dir", "reproduce")
+"""What a cell sets by its arms, seeds, name and hypotheses; no setting of it may."""
+
+
+def read_study(file: Path) -> list[Cell]:
     """Read a study.
 
     Args:
         file: YAML with ``settings`` that all cells share and a list of ``cells``.
 
     Returns:
-        The shared settings and the cells.
+        The cells.
 
     Raises:
         InputError: if the file cannot be read or has another form.
@@ -59,22 +63,23 @@ def read_study(file: Path) -> tuple[tuple[str, ...], list[Cell]]:
         raise InputError(f"{file}: expected the keys settings and cells, the second a list")
     if not text["cells"]:
         raise InputError(f"{file}: has no cells; expected at least one")
-    cells = [_cell(entry, f"{file}: cell {number}") for number, entry in enumerate(text["cells"], start=1)]
+    shared = _settings(text.get("settings", []), f"{file}: settings")
+    cells = [_cell(entry, shared, f"{file}: cell {number}") for number, entry in enumerate(text["cells"], start=1)]
     names = [cell.name for cell in cells]
     if len(set(names)) < len(names):
         raise InputError(f"{file}: two cells have the same name")
-    return _texts(text.get("settings", []), f"{file}: settings"), cells
+    return cells
 
 
-def cell_settings(cell: Cell, shared: tuple[str, ...], folder: Path) -> list[str]:
+def cell_settings(cell: Cell, folder: Path) -> list[str]:
     """List the settings of a cell's runs, its folder and experiment among them."""
-    return [*shared, *cell.settings, f"name={cell.name}", f"output.dir={folder / cell.name}"]
+    return [*cell.settings, f"name={cell.name}", f"output.dir={folder / cell.name}"]
 
 
-def cell_command(cell: Cell, shared: tuple[str, ...], folder: Path) -> list[str]:
+def cell_command(cell: Cell, folder: Path) -> list[str]:
     """Write the command of a cell; what is expected of it goes along and is recorded before its first step."""
     arms, seeds = ", ".join(cell.arms), ", ".join(map(str, cell.seeds))
-    settings = [*cell_settings(cell, shared, folder), f"reproduce.arms=[{arms}]", f"reproduce.seeds=[{seeds}]"]
+    settings = [*cell_settings(cell, folder), f"reproduce.arms=[{arms}]", f"reproduce.seeds=[{seeds}]"]
     if cell.hypotheses:
         settings.append(f"reproduce.hypotheses={json.dumps(recorded_texts(cell))}")
     return [sys.executable, "-m", "pipelines.cli", "reproduce", *settings]
@@ -86,19 +91,19 @@ def recorded_texts(cell: Cell) -> list[str]:
     return [hypothesis.describe() for hypothesis in cell.hypotheses] + definitions
 
 
-def cell_runs(cell: Cell, shared: tuple[str, ...], folder: Path) -> Iterator[RunDirectory]:
+def cell_runs(cell: Cell, folder: Path) -> Iterator[RunDirectory]:
     """Name the runs of a cell.
 
     Raises:
         InputError: if a setting or an arm is wrong.
     """
-    settings = cell_settings(cell, shared, folder)
+    settings = cell_settings(cell, folder)
     for arm in cell.arms:
         for seed in cell.seeds:
             yield RunDirectory(load_arm(arm, [], [*settings, f"seed={seed}"]))
 
 
-def _cell(entry: Any, where: str) -> Cell:  # noqa: ANN401 - whatever YAML holds
+def _cell(entry: Any, shared: tuple[str, ...], where: str) -> Cell:  # noqa: ANN401 - whatever YAML holds
     known = set(Cell.__dataclass_fields__)
     if not isinstance(entry, dict) or not {"name", "stage", "arms", "seeds"} <= set(entry) <= known:
         raise InputError(f"{where}: expected the keys {', '.join(sorted(known))}, got {str(entry)[:100]}")
@@ -125,7 +130,7 @@ def _cell(entry: Any, where: str) -> Cell:  # noqa: ANN401 - whatever YAML holds
         stage=entry["stage"],
         arms=arms,
         seeds=tuple(seeds),
-        settings=_texts(entry.get("settings", []), f"{where}: settings"),
+        settings=shared + _settings(entry.get("settings", []), f"{where}: settings"),
         hypotheses=tuple(
             _hypothesis(item, arms, f"{where}: hypothesis {number}") for number, item in enumerate(hypotheses, start=1)
         ),
@@ -157,6 +162,15 @@ def _part(entry: Any, where: str) -> HypothesisPart:  # noqa: ANN401 - whatever 
         return HypothesisPart(**entry)
     except (ValueError, OverflowError) as error:
         raise InputError(f"{where}: {error}") from None
+
+
+def _settings(value: Any, where: str) -> tuple[str, ...]:  # noqa: ANN401 - whatever YAML holds
+    settings = _texts(value, where)
+    for setting in settings:
+        key = setting.partition("=")[0].strip()
+        if key in OWN_KEYS or key.split(".")[0] == "reproduce":
+            raise InputError(f"{where}: {key} is not set here; a cell's name, arms, seeds and hypotheses set it")
+    return settings
 
 
 def _texts(value: Any, where: str) -> tuple[str, ...]:  # noqa: ANN401 - whatever YAML holds

@@ -28,16 +28,15 @@ LARGEST_WHOLE = 2**62
 """No seed or count of these files is larger."""
 
 
-def collect(cells: Sequence[Cell], shared: tuple[str, ...], folder: Path) -> list[Path]:
+def collect(cells: Sequence[Cell], folder: Path) -> list[Path]:
     """Write runs.csv, points.csv and lengths.csv from what the runs left in the study's folder.
 
     Args:
         cells: of the study.
-        shared: settings of all cells.
         folder: of the study; each cell has a folder there.
 
     Returns:
-        The files written.
+        The files written; none where the folder holds no run, so that what an earlier call wrote stays.
     """
     from evaluation.study_runs import POINT_COLUMNS, RUN_COLUMNS
 
@@ -45,14 +44,15 @@ def collect(cells: Sequence[Cell], shared: tuple[str, ...], folder: Path) -> lis
     points: list[list[object]] = []
     lengths: list[list[object]] = []
     for cell in cells:
-        for directory in cell_runs(cell, shared, folder):
+        for directory in cell_runs(cell, folder):
             if not directory.spool_file.is_file():
                 continue
             entries = list(read_spool(directory.spool_file))
-            runs.append(_run_row(cell, shared, directory, entries))
+            runs.append(_run_row(cell, directory, entries))
             points += _point_rows(cell, directory, entries)
         lengths += _length_rows(cell, folder / cell.name / "figures" / "lengths")
-    folder.mkdir(parents=True, exist_ok=True)
+    if not runs:
+        return []
     return [
         _write(folder / "runs.csv", RUN_COLUMNS, runs),
         _write(folder / "points.csv", POINT_COLUMNS, points),
@@ -60,9 +60,7 @@ def collect(cells: Sequence[Cell], shared: tuple[str, ...], folder: Path) -> lis
     ]
 
 
-def _run_row(
-    cell: Cell, shared: tuple[str, ...], directory: RunDirectory, entries: Sequence[SpoolEntry]
-) -> list[object]:
+def _run_row(cell: Cell, directory: RunDirectory, entries: Sequence[SpoolEntry]) -> list[object]:
     config = directory.config
     times = [entry.time for entry in entries]
     return [
@@ -80,7 +78,7 @@ def _run_row(
         config.task.max_operands,
         f"{config.update.max_gradient_norm:g}",
         config.update.num_updates_per_rollout * config.update.num_epochs,
-        " ".join([*shared, *cell.settings]),
+        " ".join(cell.settings),
     ]
 
 

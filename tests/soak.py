@@ -37,6 +37,7 @@ SETTINGS = (
     "evaluation.max_response_tokens=10",
     "evaluation.num_problems=4",
     "evaluation.num_sampled_problems=4",
+    "evaluation.num_final_problems=0",
     "evaluation.length_operands=[]",
     "output.keep_shards_every=100",
 )

@@ -24,6 +24,7 @@ SAMPLED = ("rollout.distribution=sampled", "mask.max_estimator=k2", "mask.avg_es
 ON_POLICY = ("rollout.staleness_steps=0", "update.learning_rate=1e-3")
 NO_EVALUATION = (
     *("evaluation.num_problems=1", "evaluation.num_sampled_problems=1", "evaluation.num_samples=1"),
+    "evaluation.num_final_problems=0",
     *("evaluation.max_response_tokens=1", f"evaluation.every_steps={STEPS_WITHOUT_END}"),
 )
 WITHIN = {

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 MAX_PADDED = 1 << 17
 """Cells of a padded group, at most, unless one sequence alone has more: few enough to stay in a core's cache."""
 
-FULL_TOKENS, SHARE = 1 << 20, 8
+FULL_TOKENS, SHARE = 1 << 20, 16
 """The registry's gates see all of the first tokens, then one chunk in so many; the paper's see everything."""
 
 BATCH_TOKENS = 1 << 16

@@ -35,7 +35,7 @@ class Sliced:
         import torch
 
         index = torch.from_numpy(bins)
-        torch.from_numpy(self.num_tokens).index_add_(0, index, torch.ones_like(index))
+        torch.from_numpy(self.num_tokens).index_add_(0, index, torch.ones(1, dtype=torch.int64).expand(len(index)))
         for sums, values in zip(self.sums, (tokens.log_ratio, tokens.k2, tokens.k3), strict=True):
             torch.from_numpy(sums).index_add_(0, index, torch.from_numpy(values))
         torch.from_numpy(self.k2_max).scatter_reduce_(0, index, torch.from_numpy(tokens.k2), "amax")
@@ -104,8 +104,8 @@ class Slices:
             self._add_profile(chunk.token_kl, lengths, offsets)
 
     def _add_token_ids(self, token_ids: Array, tokens: Tokens) -> None:
-        is_told = (token_ids >= 0) & (token_ids < MAX_TOKEN_ID)
-        if not is_told.all():
+        if token_ids.min(initial=0) < 0 or token_ids.max(initial=0) >= MAX_TOKEN_ID:
+            is_told = (token_ids >= 0) & (token_ids < MAX_TOKEN_ID)
             self.num_untold_tokens += int((~is_told).sum())
             tokens = Tokens(*(values[is_told] for values in vars(tokens).values()))
             token_ids = token_ids[is_told]

@@ -4,6 +4,7 @@ Shape letters: B sequences, N tokens. Sequences lie one after the other in flat 
 `reduceat` calls over its offsets, so no loop runs over sequences. Natural logs; log-ratio is policy over rollout.
 """
 
+import math
 from dataclasses import dataclass
 
 import numpy as np
@@ -159,32 +160,34 @@ def _reduce(operation: np.ufunc, values: Floats, offsets: Offsets) -> Float64:
 class FutureWeights:
     """Weights w_t = min(1, (T - t) epsilon, sqrt((T - t) delta / 2)) of LN-TRM as a table over T - t.
 
+    From T - t = 1 / epsilon and 2 / delta on a weight is 1, so only the last tokens of a response need the table.
+
     Source: TRM (arXiv 2512.23075v3), LN-TRM criterion.
     """
 
     def __init__(self, epsilon: float, delta: float) -> None:
-        """Start with an empty table."""
-        self.epsilon, self.delta = epsilon, delta
-        self.table = np.zeros(1)
-        self.sums = np.zeros(1)
+        """Make the table."""
+        remaining = np.arange(math.ceil(max(1 / epsilon, 2 / delta)), dtype=np.float64)
+        self.table = np.minimum(1.0, np.minimum(remaining * epsilon, np.sqrt(remaining * delta / 2)))
+        self.sums = np.cumsum(self.table)
 
-    def weighted_mean(self, deviation: Float64, offsets: Offsets) -> Float64:
-        """Compute W / Z of each sequence: ``[B]`` from |rho - 1|, ``[N]``; 0 of one token or none."""
-        lengths = np.diff(offsets)
-        longest = int(lengths.max(initial=1))
-        if longest > len(self.table):
-            remaining = np.arange(2 * longest, dtype=np.float64)
-            self.table = np.minimum(1.0, np.minimum(remaining * self.epsilon, np.sqrt(remaining * self.delta / 2)))
-            self.sums = np.cumsum(self.table)
-        remaining_of = np.repeat(offsets[1:] - 1, lengths) - np.arange(len(deviation))  # [N]
-        weighted = segment_sum(deviation * self.table[remaining_of], offsets)
-        total = self.sums[np.maximum(lengths - 1, 0)]
-        return np.divide(weighted, total, out=np.zeros_like(weighted), where=total > 0)
+    def deviation(self, ratio_minus_1: Float64, offsets: Offsets) -> tuple[Float64, Float64]:
+        """Sum |rho - 1|, ``[N]``, over each sequence, and compute its W / Z, 0 of one token or none: ``[B]`` each."""
+        deviation, lengths = np.abs(ratio_minus_1), np.diff(offsets)
+        tails = np.minimum(lengths, len(self.table))  # [B]: tokens with a weight of the table
+        boundaries = np.append(np.stack((offsets[:-1], offsets[1:] - tails), axis=1).reshape(-1), offsets[-1])
+        body, tail = segment_sum(deviation, boundaries).reshape(-1, 2).T
+        tail_offsets = np.concatenate(([0], np.cumsum(tails)))
+        remaining = np.repeat(tail_offsets[1:] - 1, tails) - np.arange(tail_offsets[-1])  # [M]
+        last = deviation[np.repeat(offsets[1:] - 1, tails) - remaining]
+        weighted = body + segment_sum(last * self.table[remaining], tail_offsets)
+        total = self.sums[np.maximum(tails - 1, 0)] + (lengths - tails)
+        return body + tail, np.divide(weighted, total, out=np.zeros_like(weighted), where=total > 0)
 
 
 def sequence_statistics(chunk: Chunk, tokens: Tokens, weights: FutureWeights) -> Sequences:
     """Compute the statistics of every sequence."""
-    deviation = np.abs(tokens.ratio_minus_1)
+    deviation_sum, weighted_deviation = weights.deviation(tokens.ratio_minus_1, chunk.offsets)
     exact = chunk.token_kl
     return Sequences(
         length=chunk.lengths,
@@ -192,8 +195,8 @@ def sequence_statistics(chunk: Chunk, tokens: Tokens, weights: FutureWeights) ->
         k2_sum=segment_sum(tokens.k2, chunk.offsets),
         k3_sum=segment_sum(tokens.k3, chunk.offsets),
         k2_max=segment_max(tokens.k2, chunk.offsets),
-        deviation_sum=segment_sum(deviation, chunk.offsets),
-        weighted_deviation=weights.weighted_mean(deviation, chunk.offsets),
+        deviation_sum=deviation_sum,
+        weighted_deviation=weighted_deviation,
         kl_max=None if exact is None else segment_max(exact, chunk.offsets),
         kl_sum=None if exact is None else segment_sum(np.asarray(exact, dtype=np.float64), chunk.offsets),
     )

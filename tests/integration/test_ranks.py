@@ -121,7 +121,12 @@ def test_two_ranks_train_on_real_problems_as_one_process(tmp_path: Path, test_da
         *(f"policy.path={tmp_path / 'model'}", "policy.max_position_embeddings=512", "num_steps=1"),
         *("task.name=math", f"task.file={test_data / 'dapo_math_17k_dup100.parquet'}", "task.prompt_template=dapo"),
         *("evaluation.task=aime25", f"evaluation.file={test_data / 'aime25.jsonl'}", "evaluation.num_problems=1"),
-        *("evaluation.num_sampled_problems=1", "evaluation.num_samples=1", "evaluation.max_response_tokens=4"),
+        *(
+            "evaluation.num_sampled_problems=1",
+            "evaluation.num_samples=1",
+            "evaluation.num_final_problems=0",
+            "evaluation.max_response_tokens=4",
+        ),
         *("evaluation.length_operands=[]", "rollout.max_prompt_tokens=400", "rollout.max_response_tokens=12"),
         *("rollout.num_prompts=2", "rollout.distribution=top_k", "rollout.num_top_logprobs=1024"),
     ]

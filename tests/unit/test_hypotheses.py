@@ -75,7 +75,11 @@ def test_p_values_are_corrected_over_the_hypotheses_of_a_cell():
     )
     rows = judge_hypotheses([ABOVE, below], runs("a", FIVE) + runs("b", [0.1] * 5), ClaimThresholds())
     assert [(row.p_value, row.adjusted_p_value) for row in rows] == [(1 / 32, 2 / 32)] * 2
-    assert "| A ends above B. | final score, a minus b > 0 (mean over seeds) | 5 |" in hypotheses_table(rows)
+    assert [row.verdict for row in rows] == ["not supported"] * 2  # 1/32 alone would have been enough
+    six = [*FIVE, 0.9]
+    rows = judge_hypotheses([ABOVE, below], runs("a", six) + runs("b", [0.1] * 6), ClaimThresholds())
+    assert [(row.p_value, row.adjusted_p_value, row.verdict) for row in rows] == [(1 / 64, 1 / 32, "supported")] * 2
+    assert "| A ends above B. | final score, a minus b > 0 (mean over seeds) | 6 |" in hypotheses_table(rows)
 
 
 @pytest.mark.parametrize(

@@ -52,6 +52,7 @@ SHORT_RUN = (
     "evaluation.num_problems=2",
     "evaluation.num_sampled_problems=1",
     "evaluation.num_samples=1",
+    "evaluation.num_final_problems=0",
     "evaluation.max_response_tokens=4",
     "output.checkpoint_every_steps=1",
 )

@@ -5,8 +5,11 @@ import pytest
 
 from evaluation.outcomes import (
     ACCEPTANCE,
+    FINAL_SAMPLED_SCORE,
+    FINAL_SCORE,
     GAP,
     NUM_REFUTING,
+    SAMPLED_SCORE,
     SCORE,
     RunOutcome,
     area_under,
@@ -32,6 +35,7 @@ def outcome(
         num_steps=60,
         start_score=start,
         final_score=final,
+        final_sampled_score=final,
         best_score=max(start, final),
         first_gap=first_gap,
         final_gap=gap,
@@ -85,6 +89,20 @@ def test_a_run_is_summarised_by_hand():
     assert result.rise == pytest.approx(0.3)
     assert result.log_gap == pytest.approx(math.log10(0.2))
     assert result.gap_growth == pytest.approx(math.log10(0.2 / 0.6))
+
+
+def test_the_final_score_is_that_of_the_larger_evaluation_after_the_last_step():
+    curves = rows(SCORE, [0.4, 0.6], first_step=0) + rows(GAP, [0.1])
+    curves += rows(SAMPLED_SCORE, [0.3, 0.35], first_step=0)
+    (few,) = run_outcomes(pd.DataFrame(curves))
+    assert (few.final_score, few.final_sampled_score) == (0.6, 0.35)
+    more = rows(FINAL_SCORE, [0.55], first_step=1) + rows(FINAL_SAMPLED_SCORE, [0.32], first_step=1)
+    (both,) = run_outcomes(pd.DataFrame(curves + more))
+    assert (both.final_score, both.final_sampled_score, both.score_area) == (
+        0.55,
+        0.32,
+        0.5,
+    )  # the area is of the curve
 
 
 def test_a_run_without_exact_divergences_has_no_refuted_fraction():

@@ -32,6 +32,7 @@ def outcome(arm, *, seed=1, final=0.6, gap=0.012):
         num_steps=60,
         start_score=0.4,
         final_score=final,
+        final_sampled_score=final,
         best_score=0.75,
         first_gap=gap,
         final_gap=gap,

@@ -7,6 +7,7 @@ import pytest
 
 from pipelines.recorder import StepRecorder
 from pipelines.run_directory import RunDirectory
+from pipelines.spool import read_spool
 from tests.unit.builders import make_rollout
 from trm_repro.config import load_config
 from trm_repro.datamodule import RolloutDataModule, shard_name
@@ -62,9 +63,41 @@ def test_an_evaluation_finds_the_device_free_of_the_steps_gradients(tmp_path, mo
     monkeypatch.setattr(recorder, "describe", lambda step, records: None)
     monkeypatch.setattr(recorder, "save_checkpoint", lambda trainer: None)
     done = []
-    monkeypatch.setattr(recorder, "evaluate", lambda trainer, version: done.append("evaluate"))
+    monkeypatch.setattr(recorder, "evaluate", lambda trainer, version, is_last: done.append("evaluate"))
     trainer = SimpleNamespace(current_epoch=0, datamodule=SimpleNamespace(take_snapshot=lambda version: None))
     module = TRMModule.__new__(TRMModule)
     module.__dict__ |= {"records": [], "free_device": lambda: done.append("free")}
     recorder.on_train_epoch_end(trainer, module)
     assert done == ["free", "evaluate"]
+
+
+def test_the_evaluation_after_the_last_step_answers_more_problems_and_says_so_beside_the_curve(tmp_path, monkeypatch):
+    settings = ["evaluation.num_problems=2", "evaluation.num_sampled_problems=1", "evaluation.num_samples=2"]
+    config = load_config(overrides=[f"output.dir={tmp_path}", *settings, "evaluation.num_final_problems=4"])
+    engine = SimpleNamespace(sync=lambda weights, run, version: None, engine=None)
+    recorder = StepRecorder(config, RunDirectory(config), SimpleNamespace(engine=engine, tokenizer=None))
+
+    def answers(engine, tokenizer, task, questions, *, num_samples, settings, seed=0):
+        # Of four problems the third alone is solved.
+        return [
+            SimpleNamespace(problem_id=problem.id, reward=float(problem.id == "2"))
+            for problem, _ in questions
+            for _ in range(num_samples)
+        ]
+
+    monkeypatch.setattr("pipelines.recorder.score_problems", answers)
+    monkeypatch.setattr("pipelines.recorder.lead", lambda engine, work: work())
+    monkeypatch.setattr("pipelines.recorder.encode_prompt", lambda prompt, tokenizer, limit: (1,))
+    problems = [SimpleNamespace(id=str(index), prompt="") for index in range(4)]
+    data = SimpleNamespace(
+        sampler=SimpleNamespace(held_out=problems, held_out_task=None), snapshots=[(7, {})], ahead=None, run_name="r"
+    )
+    trainer = SimpleNamespace(datamodule=data)
+    recorder.evaluate(trainer, version=7)
+    data.snapshots = [(8, {})]
+    recorder.evaluate(trainer, version=8, is_last=True)
+    during, last = read_spool(recorder.directory.spool_file)
+    assert during.metrics == {"score/greedy": 0.0, "score/avg_at_k": 0.0}
+    assert last.metrics == during.metrics | {"score/final_greedy": 0.25, "score/final_avg_at_k": 0.25}
+    assert (len(during.problem_scores["greedy"]), len(during.problem_scores["avg_at_k"])) == (2, 1)
+    assert last.problem_scores == {"greedy": [0.0, 0.0, 1.0, 0.0], "avg_at_k": [0.0, 0.0, 1.0, 0.0]}

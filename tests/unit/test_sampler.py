@@ -29,7 +29,7 @@ def config_for(**changes):
             num_prompts=3, group_size=4, max_response_tokens=20, probe_contexts=10, distribution="sampled"
         ),
         "update": UpdateConfig(num_updates_per_rollout=2),
-        "evaluation": EvaluationConfig(num_problems=60, num_sampled_problems=8),
+        "evaluation": EvaluationConfig(num_problems=60, num_sampled_problems=8, num_final_problems=0),
     }
     return RunConfig(**(values | changes))
 
@@ -147,21 +147,29 @@ def test_held_out_problems_are_different_ones_and_never_trained_on():
 
 
 def test_held_out_problems_are_enough_for_both_evaluations_and_belong_to_the_seed():
-    few = config_for(evaluation=EvaluationConfig(num_problems=5, num_sampled_problems=9))
+    few = config_for(evaluation=EvaluationConfig(num_problems=5, num_sampled_problems=9, num_final_problems=7))
     assert len(held_out_problems(few)) == 9
+    more = config_for(evaluation=replace(few.evaluation, num_final_problems=12))
+    assert held_out_problems(more)[:9] == held_out_problems(few)
     assert held_out_problems(few) == held_out_problems(few)
     assert held_out_problems(few) != held_out_problems(replace(few, seed=7))
 
 
 def test_more_held_out_problems_than_there_are_is_refused():
-    config = config_for(task=TaskConfig(min_operands=2, max_operands=2), evaluation=EvaluationConfig(num_problems=101))
+    config = config_for(
+        task=TaskConfig(min_operands=2, max_operands=2),
+        evaluation=EvaluationConfig(num_problems=101, num_final_problems=0),
+    )
     with pytest.raises(InputError, match="not 101 different problems of 2 to 2 operands"):
         held_out_problems(config)
 
 
 @pytest.mark.timeout(5)
 def test_holding_out_every_problem_there_is_is_refused_and_does_not_hang():
-    config = config_for(task=TaskConfig(min_operands=2, max_operands=2), evaluation=EvaluationConfig(num_problems=100))
+    config = config_for(
+        task=TaskConfig(min_operands=2, max_operands=2),
+        evaluation=EvaluationConfig(num_problems=100, num_final_problems=0),
+    )
     with pytest.raises(InputError):
         sampler_for(config).problems(0)
 

@@ -25,9 +25,9 @@ def write(tmp_path: Path, text: str) -> Path:
 
 
 def test_every_run_of_the_shipped_study_has_a_valid_configuration(tmp_path: Path):
-    shared, cells = study_plan.read_study(CONF_DIR / "study.yaml")
+    cells = study_plan.read_study(CONF_DIR / "study.yaml")
     for cell in cells:
-        assert list(study_plan.cell_runs(dataclasses.replace(cell, seeds=cell.seeds[:1]), shared, tmp_path))
+        assert list(study_plan.cell_runs(dataclasses.replace(cell, seeds=cell.seeds[:1]), tmp_path))
 
 
 @pytest.mark.parametrize(
@@ -58,6 +58,12 @@ def test_every_run_of_the_shipped_study_has_a_valid_configuration(tmp_path: Path
         (f"cells: [{CELL[:-1]}, hypotheses: [{HYPOTHESIS.replace('final', 'best')}]}}]", "quantity must be one of"),
         ("cells: [{name: a, stage: screen, arms: [nobody], seeds: [1]}]", "unknown arm 'nobody'"),
         ("cells: [{name: a, stage: screen, arms: [ppo_clip], seeds: [1], settings: [no.key=1]}]", "unknown key"),
+        (f"settings: [seed=0]\ncells: [{CELL}]", "settings: seed is not set here"),
+        (f"cells: [{CELL.replace('num_steps=2', 'output.dir=x')}]", "cell 1: settings: output.dir is not set here"),
+        (
+            f"cells: [{CELL.replace('num_steps=2', 'reproduce.seeds=7')}]",
+            "reproduce.seeds is not set here; a cell's name, arms, seeds and hypotheses set it",
+        ),
     ],
 )
 def test_a_wrong_study_is_refused_before_anything_runs(
@@ -71,7 +77,7 @@ def test_a_wrong_study_is_refused_before_anything_runs(
 
 
 def test_collect_writes_a_row_a_run_and_a_row_a_step(tmp_path: Path):
-    file = write(tmp_path, f"settings: [seed=0]\ncells: [{CELL}]")
+    file = write(tmp_path, f"settings: [num_threads=1]\ncells: [{CELL}]")
     spool = MetricsSpool(tmp_path / "out" / "a" / "ppo_clip" / "seed_3" / "metrics.jsonl")
     spool.append(SpoolEntry(step=0, kind="evaluate", time=1.0, metrics={"score/greedy": 0.25}))
     spool.append(SpoolEntry(step=1, kind="train", time=2.0, metrics={"divergence/ppl_gap": 1 / 3, "other/thing": 1.0}))
@@ -85,13 +91,21 @@ def test_collect_writes_a_row_a_run_and_a_row_a_step(tmp_path: Path):
     assert (by_step["1"]["score/greedy"], by_step["1"]["divergence/ppl_gap"]) == ("", "0.33333")
     assert "other/thing" not in points[0]
     assert [(run["cell"], run["num_steps"], run["is_finished"]) for run in runs] == [("a", "1", "0")]
-    assert runs[0]["settings"] == "seed=0 num_steps=2"
+    assert runs[0]["settings"] == "num_threads=1 num_steps=2"
     assert (runs[0]["seconds"], runs[0]["optimizer"], runs[0]["max_operands"]) == ("1", "sgd", "14")
 
 
+def test_collecting_from_a_folder_without_runs_leaves_what_was_written(tmp_path: Path, capsys):
+    file = write(tmp_path, f"cells: [{CELL}]")
+    (tmp_path / "runs.csv").write_text("kept")
+    assert main(["study", str(file), "--out", str(tmp_path), "--collect"]) == 2
+    assert "holds no run of a cell of" in capsys.readouterr().err
+    assert (tmp_path / "runs.csv").read_text() == "kept"
+
+
 def test_a_cells_command_is_a_reproduce_of_its_own(tmp_path: Path):
-    shared, cells = study_plan.read_study(write(tmp_path, f"settings: [num_threads=1]\ncells: [{CELL}]"))
-    words = study_plan.cell_command(cells[0], shared, Path("out"))
+    cells = study_plan.read_study(write(tmp_path, f"settings: [num_threads=1]\ncells: [{CELL}]"))
+    words = study_plan.cell_command(cells[0], Path("out"))
     assert words[3:] == [
         "reproduce",
         "num_threads=1",
@@ -106,8 +120,8 @@ def test_a_cells_command_is_a_reproduce_of_its_own(tmp_path: Path):
 
 def test_what_is_expected_of_a_cell_goes_into_the_configuration_that_is_recorded_before_its_runs(tmp_path: Path):
     text = f"cells: [{CELL[:-1]}, hypotheses: [{HYPOTHESIS}]}}]"
-    shared, (cell,) = study_plan.read_study(write(tmp_path, text))
-    words = study_plan.cell_command(cell, shared, Path("out"))
+    (cell,) = study_plan.read_study(write(tmp_path, text))
+    words = study_plan.cell_command(cell, Path("out"))
     recorded = load_config([], words[4:]).reproduce.hypotheses
     assert recorded[0] == "it lasts [final score, ppo_clip > 0 (mean over seeds)]"
     assert "definition: collapse: score below 0.5 of its start at 4 evaluations running" in recorded

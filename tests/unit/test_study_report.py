@@ -35,7 +35,7 @@ def test_the_committed_document_holds_what_the_committed_summaries_say(tmp_path:
     shutil.copy(ROOT / "docs" / "miniature.md", document)
     for name in ("runs.csv", "points.csv", "lengths.csv"):
         shutil.copy(SUMMARIES / name, folder)
-    _, cells = read_study(CONF_DIR / "study.yaml")
+    cells = read_study(CONF_DIR / "study.yaml")
     study_report.write_study_report(folder, document, cells=cells)
     assert document.read_text() == (ROOT / "docs" / "miniature.md").read_text()
     assert (folder / "expected.json").read_text() == (SUMMARIES / "expected.json").read_text()
@@ -221,7 +221,7 @@ def test_only_confirmed_cells_at_the_default_settings_say_what_to_expect(tmp_pat
         f"  - {{name: other, stage: confirm, settings: [update.learning_rate=0.1], {rest}}}\n"
         "  - {name: screened, stage: screen, arms: [a], seeds: [1]}\n"
     )
-    _, cells = read_study(file)
+    cells = read_study(file)
     runs = [study_run(cell=name, seed=seed) for seed, name in enumerate(("same", "other", "screened"))]
     shipped = study_report.shipped_runs(runs, cells)
     assert shipped["cells"] == ["same"]

@@ -37,6 +37,7 @@ SETTINGS = (
     "evaluation.num_problems=1",
     "evaluation.num_sampled_problems=1",
     "evaluation.num_samples=1",
+    "evaluation.num_final_problems=0",
     "evaluation.max_response_tokens=2",
     "evaluation.every_steps=100",
     "task.min_operands=2",

@@ -26,6 +26,8 @@ class EvaluationConfig:
     """Held-out problems answered num_samples times by sampling."""
     num_samples: int = 4
     """k of avg@k."""
+    num_final_problems: int = 512
+    """The evaluation after the last step answers at least so many, greedily and by sampling; 0: as the others."""
     temperature: float = 1.0
     """Temperature of the sampled answers."""
     top_p: float = 0.95
@@ -62,6 +64,7 @@ class EvaluationConfig:
         for size in self.length_operands:
             require(2 <= size <= 100, "evaluation.length_operands", "between 2 and 100", size)
         require_at_least("evaluation", 1, **{name: getattr(self, name) for name in counts})
+        require_at_least("evaluation", 0, num_final_problems=self.num_final_problems)
         require_positive("evaluation", temperature=self.temperature)
         require_fraction("evaluation", top_p=self.top_p)
         if self.problems_per_batch is not None:
@@ -69,3 +72,8 @@ class EvaluationConfig:
         for name in ("dataset", "revision", "subset", "split", "file"):
             value = getattr(self, name)
             require(value is None or value.strip() != "", f"evaluation.{name}", "not empty", value)
+
+    @property
+    def num_held_out(self) -> int:
+        """Held-out problems that a run needs."""
+        return max(self.num_problems, self.num_sampled_problems, self.num_final_problems)

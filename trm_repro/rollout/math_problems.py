@@ -60,7 +60,7 @@ def read_math_problems(config: RunConfig, tokenizer: PreTrainedTokenizerFast) ->
         InputError: if a data set cannot be read, or no training problem is left.
     """
     held_out, held_out_report = load_problems(evaluation_source(config.evaluation))
-    count = max(config.evaluation.num_problems, config.evaluation.num_sampled_problems)
+    count = config.evaluation.num_held_out
     problems, report = load_problems(training_source(config.task))
     held_out_questions = {" ".join(problem.prompt.split()) for problem in held_out}
     trained = [problem for problem in problems if " ".join(problem.prompt.split()) not in held_out_questions]

@@ -138,7 +138,7 @@ def held_out_problems(config: RunConfig) -> list[Problem]:
         InputError: if there are not so many different problems.
     """
     task = ChainArithmetic(config.task.min_operands, config.task.max_operands)
-    count = max(config.evaluation.num_problems, config.evaluation.num_sampled_problems)
+    count = config.evaluation.num_held_out
     num_problems = 0
     for length in range(config.task.min_operands, config.task.max_operands + 1):
         num_problems += 10**length
@@ -154,8 +154,8 @@ def held_out_problems(config: RunConfig) -> list[Problem]:
                 return list(drawn.values())[:count]
     raise InputError(
         f"there are not {count} different problems of {config.task.min_operands} to {config.task.max_operands} "
-        f"operands, only {max(num_problems, len(drawn))}; lower evaluation.num_problems and "
-        "evaluation.num_sampled_problems, or raise task.max_operands"
+        f"operands, only {max(num_problems, len(drawn))}; lower evaluation.num_problems, "
+        "num_sampled_problems and num_final_problems, or raise task.max_operands"
     )
 
 

@@ -69,7 +69,7 @@ class ChainArithmetic:
                 problems.append(problem)
         raise InputError(
             f"nearly all problems of {self.min_operands} to {self.max_operands} operands are held out; raise "
-            "task.max_operands or lower evaluation.num_problems"
+            "task.max_operands or lower evaluation.num_problems and num_final_problems"
         )
 
     def grade(self, problem: Problem, response: Response) -> Grade:
