@@ -5,6 +5,7 @@ Everything here is of sampled tokens; exact KL has its own sums where it is give
 
 import math
 from collections import defaultdict
+from collections.abc import Iterable
 from typing import Any
 
 import numpy as np
@@ -169,22 +170,31 @@ class Drift:
             "kl_max": self.kl.maximum,
         }
 
-    def step_rows(self) -> list[Payload]:
-        """Give each step's numbers, in order of steps."""
+    def step_rows(self, nonfinite_steps: Iterable[int] = ()) -> list[Payload]:
+        """Give each step's numbers, in order of steps.
+
+        Args:
+            nonfinite_steps: steps with sequences that are not finite; one with no other has None for every mean.
+
+        Returns:
+            A row a step.
+        """
         rows = []
-        for step in sorted(self.steps):
-            values = dict(zip(STEP_FIELDS, self.steps[step].tolist(), strict=True))
-            num_tokens = max(values["num_tokens"], 1.0)
-            row = {
+        nothing = np.zeros(len(STEP_FIELDS))
+        lost = sorted(set(nonfinite_steps) - set(self.steps))[: max(0, MAX_STEPS - len(self.steps))]
+        for step in sorted([*self.steps, *lost]):
+            values = dict(zip(STEP_FIELDS, self.steps.get(step, nothing).tolist(), strict=True))
+            num_sequences, num_tokens = values["num_sequences"], max(values["num_tokens"], 1.0)
+            row: Payload = {
                 "step": step,
-                "num_sequences": int(values["num_sequences"]),
+                "num_sequences": int(num_sequences),
                 "num_tokens": int(values["num_tokens"]),
-                "ppl_gap": values["ppl_gap"] / values["num_sequences"],
-                **{f"{name}_mean": values[name] / num_tokens for name in ("k1", "k2", "k3")},
-                "k2_max": values["k2_max"],
+                "ppl_gap": values["ppl_gap"] / num_sequences if num_sequences else None,
+                **{f"{name}_mean": values[name] / num_tokens if num_sequences else None for name in ("k1", "k2", "k3")},
+                "k2_max": values["k2_max"] if num_sequences else None,
                 "reward_mean": values["reward"] / values["num_rewards"] if values["num_rewards"] else None,
             }
-            if self.sums["num_kl"]:
+            if self.sums["num_kl"] and num_sequences:
                 row |= {"kl_mean": values["kl"] / num_tokens, "kl_max": values["kl_max"]}
             rows.append(row)
         return rows

@@ -173,7 +173,7 @@ def _payload(
             row
             | {"acceptance": counts.step_acceptance(row["step"], reading.nonfinite_steps[row["step"]])}
             | ({} if gate_counts is None else {"gates": gate_counts.step_fractions(row["step"])})
-            for row in drift.step_rows()
+            for row in drift.step_rows(reading.nonfinite_steps)
         ],
         "advice": advise(counts, num_lost, length) if reason is None else without_advice(reason),
         "bound_if_threshold_held": {

@@ -182,7 +182,7 @@ def _advice(payload: Payload) -> list[Block]:
     return blocks
 
 
-def _lines(x: list[int], series: dict[str, list[float]], label: str, title: str) -> Picture:
+def _lines(x: list[int], series: dict[str, list[float | None]], label: str, title: str) -> Picture:
     with styled():
         drawing = Figure(figsize=(5, 3), layout="constrained")
         axes = drawing.add_subplot()

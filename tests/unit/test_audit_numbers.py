@@ -1,6 +1,7 @@
 """Every number of an audit against a plain numpy recomputation on the same tokens."""
 
 import json
+import math
 from itertools import pairwise
 
 import numpy as np
@@ -10,6 +11,7 @@ import pytest
 
 from pipelines.audit.acceptance import SWEEP, parse_arm
 from pipelines.audit.columns import offsets_of
+from pipelines.audit.page import page_html
 from pipelines.audit.slices import _doubling_runs, _tenth_runs
 from pipelines.audit.tails import QUANTILE_ERROR, Tail
 from tests.unit.audit_data import GENERIC, audited, padded, response_mask, sample, write_jsonl
@@ -142,6 +144,22 @@ def test_a_sequence_that_is_not_finite_counts_as_rejected_in_its_step(tmp_path):
     text[0].write_text("".join(json.dumps(row) + "\n" for row in text[1]))
     acceptance = audited(text[0], arms=[parse_arm("trm_max_100")])["steps"][1]["acceptance"]
     assert acceptance["trm_max_100"] == 0.9
+
+
+def test_a_step_whose_sequences_all_hold_an_infinity_has_a_row_without_numbers(tmp_path):
+    rows = [{"step": step, "rollout_logprobs": [-1.0, -1.0], "policy_logprobs": [-1.5, -1.0]} for step in (0, 1, 1, 2)]
+    for row in rows[1:3]:
+        row["policy_logprobs"][0] = -math.inf
+    (tmp_path / "a.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    payload = audited(tmp_path / "a.jsonl", arms=[parse_arm("trm_max_100")])
+    before, lost, after = payload["steps"]
+    assert (before["k2_mean"], before["acceptance"]["trm_max_100"]) == (0.0625, 1.0)  # (0.5^2 / 2 + 0) / 2
+    assert [lost[name] for name in ("step", "num_sequences", "num_tokens", "ppl_gap", "k1_mean", "k2_max")] == [
+        *(1, 0, 0, None, None, None)
+    ]
+    assert lost["acceptance"]["trm_max_100"] == 0.0
+    assert after["step"] == 2
+    assert "Sequences kept at each step" in page_html(payload)
 
 
 def test_tenths_and_doublings_are_those_of_the_position_token_by_token():
