@@ -142,7 +142,8 @@ def runs_table(outcomes: Sequence[RunOutcome]) -> Table:
     return Table(
         columns=columns,
         rows=rows,
-        caption="Start, final and best are scores; the PPL gap is the median over the last quarter of the steps.",
+        caption="Start, final and best are greedy scores, final that of the evaluation after the last step, which may "
+        "answer more problems; the PPL gap is the median over the last quarter of the steps.",
     )
 
 

@@ -18,9 +18,10 @@ class ReproduceConfig:
         "trm_max_0.1",
         "trm_avg_0.002",
         "trm_max_0.1_avg_0.002",
+        "trm_avg_0.001_bounded_step",
     )
     """Arms, each a file in conf/arms."""
-    seeds: tuple[int, ...] = (101, 102)
+    seeds: tuple[int, ...] = (501, 502)
     """Seeds; each has its own warm start, training prompts and held-out problems."""
     num_workers: int = 2
     """Worker processes, one engine each."""
