@@ -100,7 +100,8 @@ CHOICES = (
     ),
     Choice(
         question="optimizer step when nothing is kept",
-        answer="skipped; AdamW would move by momentum and decay alone",
+        answer="skipped: {update.skip_empty}; AdamW would move by momentum and decay alone",
+        keys=("update.skip_empty",),
     ),
     Choice(
         question="a group in which all rewards are equal",

@@ -65,6 +65,9 @@ RUN_COLUMNS = (
     "settings",
 )
 POINT_COLUMNS = ("cell", "arm", "seed", "step", *CURVES)
+TOLD_KEYS = ("num_steps", "update.optimizer", "update.learning_rate", "rollout.staleness_steps", "rollout.precision")
+TOLD_SECTIONS = ("evaluation", "task", "warm_start")
+"""What a setting changes that other columns tell, or that changes no update."""
 SMOOTHED_OVER = 3
 """Steps whose median gap is the gap at the last of them."""
 
@@ -81,6 +84,7 @@ class Setting:
         staleness_steps: age of the rollout weights.
         precision: of the engine.
         max_operands: largest problem.
+        others: further settings, ``key=value`` with spaces between.
     """
 
     optimizer: str
@@ -88,11 +92,13 @@ class Setting:
     staleness_steps: int
     precision: str
     max_operands: int
+    others: str = ""
 
     @property
     def surroundings(self) -> str:
         """Write out everything but the learning rate."""
-        return f"{self.optimizer}, weights {self.staleness_steps} steps old, {self.precision}"
+        known = f"{self.optimizer}, weights {self.staleness_steps} steps old, {self.precision}"
+        return f"{known}, {self.others}" if self.others else known
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -165,6 +171,17 @@ def study_runs(runs: pd.DataFrame, points: pd.DataFrame) -> list[StudyRun]:
     return found
 
 
+def other_settings(settings: str) -> str:
+    """Take those of a cell's settings, with spaces between, that no other column tells and that change its updates."""
+    others = []
+    for setting in settings.split():
+        key, is_set, _ = setting.partition("=")
+        is_told = key in TOLD_KEYS or key.split(".")[0] in TOLD_SECTIONS or key.startswith("rollout.max_")
+        if is_set and not is_told:
+            others.append(setting)
+    return " ".join(others)
+
+
 def outcomes_of(runs: Iterable[StudyRun]) -> list[RunOutcome]:
     """Take the outcomes."""
     return [run.outcome for run in runs]
@@ -203,6 +220,7 @@ def _study_run(row: Mapping[Hashable, Any], outcome: RunOutcome, curves: Mapping
         staleness_steps=int(row["staleness_steps"]),
         precision=row["precision"],
         max_operands=int(row["max_operands"]),
+        others=other_settings(str(row["settings"])),
     )
     bounds, surrogates = dict(curves["bounds/unified_sharp"]), dict(curves["bounds/surrogate"])
     return StudyRun(

@@ -115,7 +115,7 @@ class TRMModule(L.LightningModule):
             loss, has_gradient = self.backward_kept(batch, sequence_mask)  # line 4
             before = copy_parameters(self.policy) if self.config.update.step_limit is not None else None
             gradient_norm, is_skipped = self.step_optimizer(has_gradient, loss)  # line 5
-        step = None if is_skipped else self.bound_step(before, batch, measurement, sequence_mask)
+        step = None if is_skipped or not has_gradient else self.bound_step(before, batch, measurement, sequence_mask)
         self.records.append(
             UpdateRecord(
                 batch=batch,
@@ -274,7 +274,7 @@ class TRMModule(L.LightningModule):
         """Clip the gradient and step, unless there is no gradient, or it or the loss is not finite.
 
         With a zero gradient AdamW would still move the weights by momentum and decay: a run that rejects
-        everything would drift.
+        everything would drift. ``update.skip_empty=false`` lets it.
 
         Args:
             has_gradient: whether any sequence contributed.
@@ -284,7 +284,10 @@ class TRMModule(L.LightningModule):
             The global gradient norm before clipping, and whether the step was skipped.
         """
         if not has_gradient:
-            return 0.0, True
+            if self.config.update.skip_empty:
+                return 0.0, True
+            for weight in self.policy.parameters():
+                weight.grad = torch.zeros_like(weight)
         norm = whole(torch.nn.utils.clip_grad_norm_(self.policy.parameters(), self.config.update.max_gradient_norm))
         if not (math.isfinite(norm.item()) and math.isfinite(loss)):
             return norm.item(), True

@@ -2,6 +2,7 @@
 
 import dataclasses
 import inspect
+import math
 
 import pytest
 import torch
@@ -91,6 +92,17 @@ def test_when_nothing_is_kept_no_step_is_taken(optimizer: str):
     assert not torch.cat([record.sequence_mask for record in module.records]).any()
     assert all(record.is_skipped for record in module.records)
     assert not moved(module, before)
+
+
+def test_a_step_without_gradient_can_be_asked_for_and_then_adamw_decays():
+    config = small_config(
+        "trm_avg_0.001", "update.optimizer=adamw", "update.weight_decay=0.1", "update.skip_empty=false"
+    )
+    module, before = fit(config, rollouts_of(config, shift=1.0))
+    assert not any(record.is_skipped for record in module.records)
+    kept = math.prod(1 - 0.1 * record.learning_rate for record in module.records)  # both moments are 0
+    for name, weight in module.policy.named_parameters():
+        torch.testing.assert_close(weight, kept * before[name], rtol=1e-6, atol=0.0)
 
 
 def test_when_no_kept_sequence_has_an_advantage_no_step_is_taken():

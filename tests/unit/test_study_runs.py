@@ -7,7 +7,16 @@ import pandas as pd
 import pytest
 
 from evaluation.outcomes import ACCEPTANCE, GAP, SCORE
-from evaluation.study_runs import POINT_COLUMNS, RUN_COLUMNS, Setting, StudyRun, cells_of, effective_step, study_runs
+from evaluation.study_runs import (
+    POINT_COLUMNS,
+    RUN_COLUMNS,
+    Setting,
+    StudyRun,
+    cells_of,
+    effective_step,
+    other_settings,
+    study_runs,
+)
 from tests.unit.test_outcomes import outcome
 
 SETTING = Setting(optimizer="sgd", learning_rate=0.5, staleness_steps=4, precision="bfloat16", max_operands=14)
@@ -113,3 +122,15 @@ def test_cells_keep_their_order():
     runs = [study_run(cell="z"), study_run(cell="a"), study_run(cell="z", seed=2)]
     assert {name: len(group) for name, group in cells_of(runs).items()} == {"z": 2, "a": 1}
     assert list(cells_of(runs)) == ["z", "a"]
+
+
+def test_settings_that_no_column_tells_keep_cells_apart():
+    settings = (
+        "evaluation.length_operands=[8, 14] update.learning_rate=0.5 task.max_operands=30 rollout.max_prompt_tokens=9"
+    )
+    assert other_settings(settings) == ""
+    assert other_settings(f"{settings} policy.architecture=dense update.skip_empty=false") == (
+        "policy.architecture=dense update.skip_empty=false"
+    )
+    dense = dataclasses.replace(SETTING, others="policy.architecture=dense")
+    assert dense.surroundings == "sgd, weights 4 steps old, bfloat16, policy.architecture=dense" != SETTING.surroundings

@@ -61,6 +61,8 @@ class UpdateConfig:
     """Largest mean divergence from the rollout policy, nats, a step may leave on what it learned from; null: any."""
     step_halvings: int = 6
     """Times a step above step_limit is halved before it is undone."""
+    skip_empty: bool = True
+    """Leave the weights alone where no sequence is kept; false: AdamW steps by its momentum and decay alone."""
     num_updates_per_rollout: int = 4
     """Disjoint minibatches a step's sequences are divided into, one update each."""
     num_epochs: int = 1
