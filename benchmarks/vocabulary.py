@@ -5,7 +5,7 @@ resident size beyond what was there before the call: its peak, and the peak of w
 it exists, a gradient. The naive form peaks twice: before the head's gradient exists, with three tables of logits, and
 after, with one. Every repetition runs all forms in turn, so that a busy moment meets all.
 
-    .venv/bin/python -m benchmarks.vocabulary --tokens 512 --repeats 5
+    .venv/bin/python -m benchmarks.vocabulary --sizes 512x4096 --repeats 5
 """
 
 import argparse
@@ -26,7 +26,10 @@ from benchmarks.measure import add_report_arguments, goal, publish, reset_peak, 
 from trm_repro.divergence import exact_kl_divergence, exact_total_variation
 from trm_repro.vocab import HiddenRollout, token_logprobs, token_statistics
 
-HIDDEN, VOCAB = 4096, 151_936
+SIZES = ("128x4096", "512x4096", "4096x1024")
+"""Tokens x hidden size; the largest table of logits is 2.3 GiB."""
+
+VOCAB = 151_936
 M_MMAP_THRESHOLD = -3  # of glibc's mallopt
 PEERS = Path("runs/bench/peers/verl")
 VERL = ("verl==0.9.1", "tensordict==0.15.3", "pyvers==0.2.2", "cloudpickle==3.1.2")
@@ -202,21 +205,22 @@ def measure(case: Case, names: list[str], repeats: int, label: str) -> dict[str,
 def main() -> int:
     """Measure and print a Markdown table."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--tokens", type=int, nargs="+", default=None, help="default: 128 512; with --quick 128")
-    parser.add_argument("--hidden-size", type=int, default=None, help=f"default: {HIDDEN}; with --quick 256")
+    parser.add_argument("--sizes", nargs="+", metavar="TOKENSxHIDDEN", help=f"default: {' '.join(SIZES)}")
     parser.add_argument("--vocab-size", type=int, default=VOCAB)
     parser.add_argument("--dtype", choices=["float32", "bfloat16"], default="float32", help="of the policy's tensors")
-    parser.add_argument("--threads", type=int, default=1)
+    parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--repeats", type=int, default=5)
     parser.add_argument("--groups", nargs="+", choices=GROUPS, default=list(GROUPS))
     parser.add_argument("--forms", nargs="+", help="default: all", default=None)
     add_report_arguments(parser)
     arguments = parser.parse_args()
-    hidden_size = arguments.hidden_size or (256 if arguments.quick else HIDDEN)
+    sizes = [
+        tuple(map(int, size.split("x"))) for size in arguments.sizes or (["128x256"] if arguments.quick else SIZES)
+    ]
     torch.set_num_threads(arguments.threads)
     ctypes.CDLL(None).mallopt(M_MMAP_THRESHOLD, 2**20)  # freed blocks from 1 MiB on go back at once, so that they count
     notes = [
-        f"H = {hidden_size}, V = {arguments.vocab_size}, {arguments.dtype}, {arguments.threads} threads, medians of "
+        f"V = {arguments.vocab_size}, {arguments.dtype}, {arguments.threads} threads, medians of "
         f"{arguments.repeats} after one to warm up. given: with the normalizers of the divergence pass; computed: "
         "without; products: the three matrix products alone. Ratios are to the naive form."
     ]
@@ -224,18 +228,19 @@ def main() -> int:
     notes += [f"Without verl: {missing}."] if missing else []
     rows: list[dict[str, object]] = []
     goals = []
-    for num_tokens in arguments.tokens or ([128] if arguments.quick else [128, 512]):
+    for num_tokens, hidden_size in sizes:
         case = Case(num_tokens, hidden_size, arguments.vocab_size, getattr(torch, arguments.dtype))
         for group in arguments.groups:
             forms = [name for name in GROUPS[group] if not (missing and name.startswith("verl"))]
             names = [name for name in forms if arguments.forms is None or name in arguments.forms]
             if not names:
                 continue
-            found = measure(case, names, arguments.repeats, f"{num_tokens} tokens, {group}")
+            found = measure(case, names, arguments.repeats, f"{num_tokens} x {hidden_size}, {group}")
             naive = found[names[0]]
             rows += [
                 {
                     "tokens": num_tokens,
+                    "hidden": hidden_size,
                     "what": group,
                     "form": name,
                     "seconds": values["seconds"],
