@@ -37,8 +37,8 @@ class Cell:
     hypotheses: tuple[Hypothesis, ...] = field(default=())
 
 
-OWN_KEYS = ("arm", "seed", "name", "output.dir", "reproduce")
-"""What a cell sets by its arms, seeds, name and hypotheses; no setting of it may."""
+OWN_KEYS = ("arm", "seed", "name", "output.dir")
+"""What a cell sets by its arms, seeds and name, as it sets all of `reproduce`; no setting of it may."""
 
 
 def read_study(file: Path) -> list[Cell]:
