@@ -180,7 +180,7 @@ def pairs_of(arms: Sequence[str], reference: str) -> list[tuple[str, str]]:
         reference: an arm.
 
     Returns:
-        (first, second); none twice.
+        (first, second); none twice, either way round.
     """
     order = arm_order(list(arms))
     pairs = [(arm, reference) for arm in order if arm != reference and reference in order]
@@ -188,7 +188,8 @@ def pairs_of(arms: Sequence[str], reference: str) -> list[tuple[str, str]]:
         (arm, other)
         for arm in order
         for other in order
-        if other in (f"random_as_{arm}", f"length_as_{arm}") or other.startswith(f"{arm}_")
+        if (other in (f"random_as_{arm}", f"length_as_{arm}") or other.startswith(f"{arm}_"))
+        and (other, arm) not in pairs
     ]
 
 

@@ -127,6 +127,7 @@ def test_a_report_compares_every_arm_with_one_and_with_its_own_controls():
         ("trm_avg_0.001", "length_as_trm_avg_0.001"),
     ]
     assert pairs_of(arms[:1], "ppo_clip") == []
+    assert pairs_of(["ppo_clip", "ppo_clip_bounded_step"], "ppo_clip") == [("ppo_clip_bounded_step", "ppo_clip")]
     variants = ["trm_max_0.1", "trm_max_0.1_avg_0.002", "trm_max_0.10"]
     assert pairs_of(variants, "ppo_clip") == [("trm_max_0.1", "trm_max_0.1_avg_0.002")]
 
