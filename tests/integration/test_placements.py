@@ -57,7 +57,6 @@ def test_a_server_takes_every_weight_version_and_sampling_ahead_changes_nothing_
         assert one.num_kept == other.num_kept
         assert other.metrics["divergence/kl_mean"] == pytest.approx(one.metrics["divergence/kl_mean"], rel=1e-6)
     assert all(entry.metrics["overlap/sampling_seconds"] > 0 for entry in overlapped[1:])
-    assert all(entry.metrics["overlap/waiting_seconds"] >= 0 for entry in overlapped)
 
 
 @pytest.mark.slow
