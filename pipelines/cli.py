@@ -41,6 +41,10 @@ class Parser(argparse.ArgumentParser):
         raise InputError(f"{message}; see {self.prog} --help")
 
 
+READER_GONE = 141
+"""As a shell reports a process that SIGPIPE ended."""
+
+
 def main(argv: list[str] | None = None) -> int:
     """Run a command.
 
@@ -64,7 +68,12 @@ def main(argv: list[str] | None = None) -> int:
         module = importlib.import_module(f"pipelines.{command}")
         command_parser = Parser(prog=f"trm-repro {command}", description=module.HELP)
         module.configure(command_parser)
-        return int(module.run(command_parser.parse_intermixed_args(words[1:])))
+        code = int(module.run(command_parser.parse_intermixed_args(words[1:])))
+        sys.stdout.flush()
+        return code
+    except BrokenPipeError:  # the reader, such as head, has gone; the interpreter would flush once more at its end
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return READER_GONE
     except InputError as error:
         return _fail(str(error), 2)
     except OSError as error:

@@ -50,10 +50,11 @@ def configure(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument(
         "--thresholds",
-        action="append",
+        nargs="+",
+        action="extend",
         default=[],
         metavar="GATE=VALUE[,VALUE...]",
-        help="values for trm_max, trm_avg, ln_trm or ser, such as trm_max=0.02,0.2",
+        help="values for trm_max, trm_avg, ln_trm or ser, such as trm_max=0.02,0.2 ser=0.1",
     )
     parser.add_argument("--length-limit", type=int, metavar="T", help="T of the bounds; default the longest response")
     parser.add_argument("--skip-bad", action="store_true", help="leave bad rows out and count them")
@@ -104,9 +105,9 @@ def run(arguments: argparse.Namespace) -> int:
         shows_progress=sys.stderr.isatty(),
     )
     payload = printable(audit(request))
+    written = write_outputs(payload, json_path=arguments.json, html_path=arguments.html)
     sys.stdout.write(summary_text(payload))
-    for path in write_outputs(payload, json_path=arguments.json, html_path=arguments.html):
-        sys.stdout.write(f"wrote {path}\n")
+    sys.stdout.writelines(f"wrote {path}\n" for path in written)
     if arguments.mlflow is not None:
         from pipelines.tracking.audit import log_audit
 

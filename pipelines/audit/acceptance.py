@@ -6,6 +6,7 @@ threshold. The registry's other gates are in `gate_counts`.
 
 import math
 import re
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -171,15 +172,14 @@ class Counts:
         total = max(1, self.num_sequences + num_rejected)
         return {arm.name: int(self.kept[i].sum()) / total for i, arm in enumerate(self.arms)}
 
-    def by_length(self) -> list[dict[str, Any]]:
-        """Give each arm's rejected fraction in each bin of length that has sequences."""
+    def by_length(self, num_rejected: Mapping[int, int]) -> list[dict[str, Any]]:
+        """Give each arm's rejected fraction in each bin of length; so many more of a bin were rejected by all."""
         rows = []
-        for index in np.flatnonzero(self.lengths).tolist():
-            rejected = {
-                arm.name: 1 - int(self.kept[i, index]) / int(self.lengths[index]) for i, arm in enumerate(self.arms)
-            }
+        totals = self.lengths + np.array([num_rejected.get(index, 0) for index in range(NUM_DOUBLINGS)])
+        for index in np.flatnonzero(totals).tolist():
+            rejected = {arm.name: 1 - int(self.kept[i, index]) / int(totals[index]) for i, arm in enumerate(self.arms)}
             lengths = "1" if index == 0 else f"{1 << index} to {(2 << index) - 1}"
-            rows.append({"length": lengths, "num_sequences": int(self.lengths[index]), "rejected": rejected})
+            rows.append({"length": lengths, "num_sequences": int(totals[index]), "rejected": rejected})
         return rows
 
     def sweep(self, name: str, num_rejected: int) -> list[tuple[float, float]]:
@@ -206,5 +206,8 @@ def parse_thresholds(texts: list[str]) -> list[Arm]:
             raise InputError(
                 f"--thresholds {text!r}: expected trm_max=, trm_avg=, ln_trm= or ser= and values with commas"
             )
-        arms += [parse_arm(f"{gate}_{value}") for value in values.split(",")]
+        try:
+            arms += [parse_arm(f"{gate}_{value}") for value in values.split(",")]
+        except InputError:
+            raise InputError(f"--thresholds {text!r}: expected finite numbers > 0, with commas between") from None
     return arms

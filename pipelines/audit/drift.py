@@ -5,7 +5,7 @@ Everything here is of sampled tokens; exact KL has its own sums where it is give
 
 import math
 from collections import defaultdict
-from collections.abc import Iterable
+from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
@@ -170,31 +170,33 @@ class Drift:
             "kl_max": self.kl.maximum,
         }
 
-    def step_rows(self, nonfinite_steps: Iterable[int] = ()) -> list[Payload]:
+    def step_rows(self, num_lost: Mapping[int, int], lost_tokens: Mapping[int, int]) -> list[Payload]:
         """Give each step's numbers, in order of steps.
 
         Args:
-            nonfinite_steps: steps with sequences that are not finite; one with no other has None for every mean.
+            num_lost: sequences that are not finite, by step: counted, in no mean; a step with no other has None there.
+            lost_tokens: their tokens, by step.
 
         Returns:
             A row a step.
         """
         rows = []
         nothing = np.zeros(len(STEP_FIELDS))
-        lost = sorted(set(nonfinite_steps) - set(self.steps))[: max(0, MAX_STEPS - len(self.steps))]
+        lost = sorted(set(num_lost) - set(self.steps))[: max(0, MAX_STEPS - len(self.steps))]
         for step in sorted([*self.steps, *lost]):
             values = dict(zip(STEP_FIELDS, self.steps.get(step, nothing).tolist(), strict=True))
-            num_sequences, num_tokens = values["num_sequences"], max(values["num_tokens"], 1.0)
+            num_finite, num_tokens = values["num_sequences"], max(values["num_tokens"], 1.0)
             row: Payload = {
                 "step": step,
-                "num_sequences": int(num_sequences),
-                "num_tokens": int(values["num_tokens"]),
-                "ppl_gap": values["ppl_gap"] / num_sequences if num_sequences else None,
-                **{f"{name}_mean": values[name] / num_tokens if num_sequences else None for name in ("k1", "k2", "k3")},
-                "k2_max": values["k2_max"] if num_sequences else None,
+                "num_sequences": int(num_finite) + num_lost.get(step, 0),
+                "num_tokens": int(values["num_tokens"]) + lost_tokens.get(step, 0),
+                "num_nonfinite_sequences": num_lost.get(step, 0),
+                "ppl_gap": values["ppl_gap"] / num_finite if num_finite else None,
+                **{f"{name}_mean": values[name] / num_tokens if num_finite else None for name in ("k1", "k2", "k3")},
+                "k2_max": values["k2_max"] if num_finite else None,
                 "reward_mean": values["reward"] / values["num_rewards"] if values["num_rewards"] else None,
             }
-            if self.sums["num_kl"] and num_sequences:
+            if self.sums["num_kl"] and num_finite:
                 row |= {"kl_mean": values["kl"] / num_tokens, "kl_max": values["kl_max"]}
             rows.append(row)
         return rows

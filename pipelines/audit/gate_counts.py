@@ -109,20 +109,33 @@ class GateCounts:
             row["weight"] += float(result.sum(dtype=torch.float64))
         return np.asarray(kept)
 
-    def step_fractions(self, step: int) -> dict[str, float]:
-        """Give for each gate that was applied its fraction of kept sequences of a step, of those that it saw."""
+    def step_fractions(self, step: int, lost_to_finite: float) -> dict[str, float]:
+        """Give for each gate that was applied its fraction of kept sequences of a step, of those that it saw.
+
+        To each finite one of the step come ``lost_to_finite`` that are not and that every gate rejects.
+        """
         fractions: dict[str, float] = {}
         for is_batch_wide, steps in ((False, self.steps), (True, self.batch_steps)):
             names = [text for text, name, _ in self.gates if GATE_SPECS[name].is_batch_wide == is_batch_wide]
             if step in steps.rows:
                 num_sequences, *kept = steps.rows[step].tolist()
-                fractions |= {name: count / num_sequences for name, count in zip(names, kept, strict=True)}
+                fractions |= {
+                    name: count / (num_sequences * (1 + lost_to_finite))
+                    for name, count in zip(names, kept, strict=True)
+                }
         return {name: value for name, value in fractions.items() if name not in self.skipped}
 
-    def summary(self, num_rejected: float, num_rejected_tokens: float) -> dict[str, dict[str, Any]]:
+    def summary(self, num_finite: int, num_lost: int, lost_tokens: int) -> dict[str, dict[str, Any]]:
         """Give for each gate the fractions of sequences and tokens it keeps, or why it was not applied.
 
-        Sequences that are not finite, all of them rejected, count as often as they would in the share that was seen.
+        Args:
+            num_finite: sequences of all chunks whose log-probs are finite.
+            num_lost: those that are not, all of them rejected: they count as often as they would in the share that a
+                gate saw of the others.
+            lost_tokens: their tokens.
+
+        Returns:
+            A row a gate.
         """
         rows: dict[str, dict[str, Any]] = {}
         for text, name, given in self.gates:
@@ -137,14 +150,15 @@ class GateCounts:
                 rows[text]["not_applied"] = self.skipped[text]
                 continue
             counts = self.rows[text]
-            num_sequences, num_tokens = self.num_sequences + num_rejected, self.num_tokens + num_rejected_tokens
+            num_seen, num_tokens = self.num_sequences, self.num_tokens
             if spec.is_batch_wide:
-                num_sequences, num_tokens = self.num_batch_sequences, self.num_batch_tokens
-            num_tokens = max(1, num_tokens)
-            rows[text]["sequence_fraction"] = counts["sequences"] / max(1, num_sequences)
-            rows[text]["token_fraction"] = counts["tokens"] / num_tokens
+                num_seen, num_tokens = self.num_batch_sequences, self.num_batch_tokens
+            share = num_seen / max(1, num_finite)
+            all_tokens = max(1.0, num_tokens + lost_tokens * share)
+            rows[text]["sequence_fraction"] = counts["sequences"] / max(1, num_seen + num_lost * share)
+            rows[text]["token_fraction"] = counts["tokens"] / all_tokens
             if spec.is_weight:
-                rows[text]["weight_mean"] = counts["weight"] / num_tokens
+                rows[text]["weight_mean"] = counts["weight"] / all_tokens
         return rows
 
 

@@ -12,6 +12,7 @@ from pipelines.audit.adapters import FORMATS, find_fields
 from pipelines.audit.checks import Rows, check_kinds, check_lengths, check_scalars, check_values
 from pipelines.audit.columns import Array, Column, Flags
 from pipelines.audit.own_shards import FileKind, PolicyRows, add_policy, kind_of, read_policy
+from pipelines.audit.slices import doubling_bin
 from pipelines.audit.sources import RawChunk, read_chunks
 from pipelines.audit.statistics import Chunk, segment_sum
 from trm_repro.errors import InputError
@@ -32,6 +33,8 @@ class Reading:
         is_quick: whether token ids, which drift and the paper's gates do not need, are left unread.
         counts: of rows, tokens and what was dropped, by name.
         nonfinite_steps: sequences with a -inf by step.
+        nonfinite_step_tokens: their tokens by step.
+        nonfinite_lengths: the same sequences by doubling of length.
         formats: files read by format.
         used: column names by field, over all files.
         unused: columns that no field uses.
@@ -43,6 +46,8 @@ class Reading:
     is_quick: bool = False
     counts: Counter[str] = field(default_factory=Counter)
     nonfinite_steps: Counter[int] = field(default_factory=Counter)
+    nonfinite_step_tokens: Counter[int] = field(default_factory=Counter)
+    nonfinite_lengths: Counter[int] = field(default_factory=Counter)
     formats: Counter[str] = field(default_factory=Counter)
     used: dict[str, str] = field(default_factory=dict)
     unused: set[str] = field(default_factory=set)
@@ -252,8 +257,7 @@ def _to_chunk(columns: dict[str, Column], reading: Reading) -> Chunk | None:
         keep = segment_sum(is_infinite.astype(np.float64), rollout.offsets) == 0
         reading.counts["nonfinite_sequences"] += int((~keep).sum())
         reading.counts["nonfinite_tokens"] += int(rollout.lengths[~keep].sum())
-        steps = _steps(columns)
-        reading.nonfinite_steps.update([] if steps is None else steps[~keep].tolist())
+        _count_nonfinite(rollout.lengths[~keep], _steps(columns), ~keep, reading)
         return _to_chunk({name: column.take(keep) for name, column in columns.items()}, reading)
     chunk = Chunk(rollout.offsets, rollout.values, policy.values)
     reading.counts["empty_sequences"] += int((rollout.lengths == 0).sum())
@@ -277,6 +281,16 @@ def _to_chunk(columns: dict[str, Column], reading: Reading) -> Chunk | None:
     chunk.token_kl = _token_kl(columns, len(rollout.values))
     chunk.interval = top_k.intervals(columns, chunk.token_ids)
     return chunk
+
+
+def _count_nonfinite(lengths: Array, steps: Array | None, is_lost: Flags, reading: Reading) -> None:
+    """Count what every gate rejects: lengths, ``[lost]``, of the sequences that ``[B]`` marks, by length and step."""
+    reading.nonfinite_lengths.update(doubling_bin(np.maximum(lengths, 1)).tolist())
+    for step, length in zip(
+        [] if steps is None else steps[is_lost].tolist(), lengths.tolist(), strict=steps is not None
+    ):
+        reading.nonfinite_steps[step] += 1
+        reading.nonfinite_step_tokens[step] += length
 
 
 def _steps(columns: dict[str, Column]) -> Array | None:

@@ -137,6 +137,11 @@ def _payload(
             f"no sequence could be used: {counted(reading.counts['rows'], 'row')}, "
             f"{reading.counts['bad_rows']:,} of them bad"
         )
+    if not drift.num_sequences:
+        raise InputError(
+            f"all of {counted(num_lost, 'sequence')} hold a log-prob of -inf, so nothing can be measured; expected "
+            "finite log-probs of the sampled tokens (cut by top-p or top-k? padding that no mask covers?)"
+        )
     summary = drift.summary()
     length = request.length_limit or max(1, drift.longest)
     if length < drift.longest:
@@ -168,12 +173,12 @@ def _payload(
             "sequence_log_ratio": counts.sweep("sequence_log_ratio", num_lost),
             "geometric_log_ratio": counts.sweep("geometric_log_ratio", num_lost),
         },
-        "rejected_by_length": counts.by_length(),
+        "rejected_by_length": counts.by_length(reading.nonfinite_lengths),
         "steps": [
             row
             | {"acceptance": counts.step_acceptance(row["step"], reading.nonfinite_steps[row["step"]])}
-            | ({} if gate_counts is None else {"gates": gate_counts.step_fractions(row["step"])})
-            for row in drift.step_rows(reading.nonfinite_steps)
+            | ({} if gate_counts is None else {"gates": gate_counts.step_fractions(row["step"], _lost_to_finite(row))})
+            for row in drift.step_rows(reading.nonfinite_steps, reading.nonfinite_step_tokens)
         ],
         "advice": advise(counts, num_lost, length) if reason is None else without_advice(reason),
         "bound_if_threshold_held": {
@@ -185,13 +190,17 @@ def _payload(
     payload["findings"] = [finding.row() for finding in findings]
     payload["num_signature_tokens"] = signatures.num_tokens
     if gate_counts is not None:
-        share = gate_counts.num_sequences / max(1, drift.num_sequences)
-        payload["gates"] = gate_counts.summary(num_lost * share, lost_tokens * share)
-        payload["gates_share_of_sequences"] = share
+        payload["gates"] = gate_counts.summary(drift.num_sequences, num_lost, lost_tokens)
+        payload["gates_share_of_sequences"] = gate_counts.num_sequences / drift.num_sequences
     if not request.is_quick:
         payload["where"] = slices.summary()
         payload["bounds"] = bounds_of(summary, slices.kl_profile, drift.num_sequences, length)
     return payload
+
+
+def _lost_to_finite(row: Payload) -> float:
+    num_lost = row["num_nonfinite_sequences"]
+    return float(num_lost / max(1, row["num_sequences"] - num_lost))
 
 
 def _with_tokens(request: Request, reading: Reading) -> Iterator[tuple[Chunk, Tokens]]:

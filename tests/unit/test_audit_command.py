@@ -1,6 +1,7 @@
 """The command: what it prints and writes, on rollouts of others and on our own shards."""
 
 import json
+import os
 import re
 import subprocess
 import sys
@@ -10,7 +11,7 @@ import numpy as np
 import pytest
 import torch
 
-from pipelines.cli import main
+from pipelines.cli import READER_GONE, main
 from tests.unit.audit_data import sample, write_jsonl
 from tests.unit.builders import make_rollout
 from trm_repro.shards import MaskRow, write_masks, write_rollouts
@@ -138,3 +139,32 @@ def test_audit_needs_neither_vllm_nor_lightning_nor_mlflow(tmp_path):
     )
     result = subprocess.run([sys.executable, "-c", code], cwd=ROOT, check=False, capture_output=True, text=True)
     assert result.returncode == 0, result.stderr
+
+
+def test_a_reader_that_goes_away_ends_an_audit_without_a_traceback_and_with_its_files(tmp_path):
+    path = write_jsonl(tmp_path / "a.jsonl", sample(20))
+    command = [sys.executable, "-m", "pipelines.cli", "audit", str(path), "--quick", "--json", str(tmp_path / "o.json")]
+    read_end, write_end = os.pipe()
+    os.close(read_end)
+    with os.fdopen(write_end, "w") as gone:
+        ended = subprocess.run(command, stdout=gone, stderr=subprocess.PIPE, text=True, cwd=ROOT, check=False)
+    assert (ended.returncode, ended.stderr) == (READER_GONE, "")
+    assert json.loads((tmp_path / "o.json").read_text())["num_sequences"] == 20
+
+
+def test_thresholds_may_be_given_several_at_once_and_a_wrong_one_is_named(tmp_path, capsys):
+    path = write_jsonl(tmp_path / "a.jsonl", sample(20))
+    words = [
+        "audit",
+        str(path),
+        "--quick",
+        "--json",
+        str(tmp_path / "o.json"),
+        "--thresholds",
+        "trm_max=0.3",
+        "ser=0.2",
+    ]
+    assert main(words) == 0
+    assert {"trm_max_0.3", "ser_0.2"} <= set(json.loads((tmp_path / "o.json").read_text())["acceptance"])
+    assert main([*words[:-2], "trm_max=x"]) == 2
+    assert "--thresholds 'trm_max=x': expected finite numbers > 0" in capsys.readouterr().err

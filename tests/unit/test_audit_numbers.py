@@ -15,6 +15,7 @@ from pipelines.audit.page import page_html
 from pipelines.audit.slices import _doubling_runs, _tenth_runs
 from pipelines.audit.tails import QUANTILE_ERROR, Tail
 from tests.unit.audit_data import GENERIC, audited, padded, response_mask, sample, write_jsonl
+from trm_repro.errors import InputError
 
 ROWS = sample(200, noise=0.3)
 X = [(r["policy_logprobs"].astype(np.float64) - r["rollout_logprobs"]) for r in ROWS]
@@ -154,12 +155,41 @@ def test_a_step_whose_sequences_all_hold_an_infinity_has_a_row_without_numbers(t
     payload = audited(tmp_path / "a.jsonl", arms=[parse_arm("trm_max_100")])
     before, lost, after = payload["steps"]
     assert (before["k2_mean"], before["acceptance"]["trm_max_100"]) == (0.0625, 1.0)  # (0.5^2 / 2 + 0) / 2
-    assert [lost[name] for name in ("step", "num_sequences", "num_tokens", "ppl_gap", "k1_mean", "k2_max")] == [
-        *(1, 0, 0, None, None, None)
-    ]
+    assert [lost[name] for name in ("step", "num_sequences", "num_tokens", "num_nonfinite_sequences")] == [1, 2, 4, 2]
+    assert [lost[name] for name in ("ppl_gap", "k1_mean", "k2_max")] == [None, None, None]
     assert lost["acceptance"]["trm_max_100"] == 0.0
     assert after["step"] == 2
     assert "Sequences kept at each step" in page_html(payload)
+
+
+def test_every_gate_and_every_length_counts_an_infinite_sequence_as_rejected(tmp_path):
+    lines = [
+        {"step": 0, "advantage": 1, "rollout_logprobs": [-1.0] * n, "policy_logprobs": [-1.0] * n} for n in (1, 2, 2, 5)
+    ]
+    for line in lines[2:]:
+        line["policy_logprobs"][-1] = -math.inf
+    (tmp_path / "a.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    payload = audited(tmp_path / "a.jsonl")
+    for name, gate in payload["gates"].items():
+        if "not_applied" not in gate and name not in ("random", "length_matched"):
+            assert gate["sequence_fraction"] in (0.0, 0.5), name  # of two finite sequences and two others
+    assert payload["gates"]["m2po"]["sequence_fraction"] == 0.5
+    assert payload["gates"]["m2po"]["token_fraction"] == pytest.approx(3 / 10)
+    assert payload["steps"][0]["gates"]["m2po"] == 0.5
+    assert payload["steps"][0]["gates"]["geometric"] == 0.5
+    assert [
+        (row["length"], row["num_sequences"], row["rejected"]["trm_max_0.05"]) for row in payload["rejected_by_length"]
+    ] == [
+        ("1", 1, 0.0),
+        ("2 to 3", 2, 0.5),
+        ("4 to 7", 1, 1.0),
+    ]
+
+
+def test_a_dump_of_infinities_alone_is_refused(tmp_path):
+    (tmp_path / "a.jsonl").write_text('{"rollout_logprobs": [-1.0], "policy_logprobs": [-Infinity]}\n')
+    with pytest.raises(InputError, match="all of 1 sequence hold a log-prob of -inf"):
+        audited(tmp_path / "a.jsonl")
 
 
 def test_tenths_and_doublings_are_those_of_the_position_token_by_token():
