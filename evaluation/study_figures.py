@@ -10,7 +10,7 @@ from matplotlib.figure import Figure
 from evaluation.figures import COLOURS, arm_order
 from evaluation.outcomes import ACCEPTANCE, GAP, SCORE
 from evaluation.statistics import mean_interval
-from evaluation.study_runs import StudyRun, cells_of, outcomes_of
+from evaluation.study_runs import StudyRun, confirming_cells, outcomes_of
 from evaluation.study_tables import USUAL_OPERANDS, by_surroundings, early
 from evaluation.survival import collapse_curve
 from evaluation.themes import as_label
@@ -75,7 +75,7 @@ def draw_survival(runs: Sequence[StudyRun]) -> Figure | None:
     Returns:
         The figure; None where no cell confirms.
     """
-    cells = _confirming(runs)
+    cells = confirming_cells(runs)
     if not cells:
         return None
     figure = Figure(figsize=(6.6, 3.6 * len(cells)), layout="constrained")
@@ -107,7 +107,7 @@ def draw_curves(runs: Sequence[StudyRun]) -> Figure | None:
     Returns:
         The figure; None where no cell confirms.
     """
-    cells = _confirming(runs)
+    cells = confirming_cells(runs)
     if not cells:
         return None
     figure = Figure(figsize=(11, 4.2 * len(cells)), layout="constrained")
@@ -187,8 +187,3 @@ STUDY_FIGURES = {
     "length_figure": draw_horizon,
 }
 """Stem of the file to what draws it."""
-
-
-def _confirming(runs: Sequence[StudyRun]) -> dict[str, list[StudyRun]]:
-    """Pick the runs of the cells that confirm, by cell."""
-    return cells_of([run for run in runs if run.stage == "confirm"])

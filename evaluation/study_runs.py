@@ -195,6 +195,11 @@ def cells_of(runs: Sequence[StudyRun]) -> dict[str, list[StudyRun]]:
     return cells
 
 
+def confirming_cells(runs: Sequence[StudyRun]) -> dict[str, list[StudyRun]]:
+    """Group the runs of the cells that confirm, as `cells_of` does."""
+    return cells_of([run for run in runs if run.stage == "confirm"])
+
+
 def _curves(group: pd.DataFrame) -> dict[str, list[tuple[int, float]]]:
     rows = group.sort_values("step")
     steps = rows.step.tolist()

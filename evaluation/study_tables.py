@@ -11,7 +11,7 @@ from evaluation.figures import arm_order
 from evaluation.gap_prediction import AlarmRow, PredictionRow, alarm, predict_collapse
 from evaluation.outcomes import GAP
 from evaluation.statistics import bootstrap_mean
-from evaluation.study_runs import Setting, StudyRun, cells_of, outcomes_of
+from evaluation.study_runs import Setting, StudyRun, cells_of, confirming_cells, outcomes_of
 from trm_repro.config_sections.claims import ENOUGH_SEEDS, ClaimThresholds
 from trm_repro.config_sections.task import TaskConfig
 
@@ -58,7 +58,7 @@ def differences_table(runs: Sequence[StudyRun], thresholds: ClaimThresholds) -> 
     """Lay out the arms of the cells that confirm, two by two, seed by seed."""
     heads = ["cell", "quantity", "arm", "minus", "difference", "p (Holm)"]
     rows = []
-    for cell, members in cells_of([run for run in runs if run.stage == "confirm"]).items():
+    for cell, members in confirming_cells(runs).items():
         outcomes = outcomes_of(members)
         for row in compare_arms(
             outcomes, thresholds, pairs=pairs_of([run.arm for run in members], reference=REFERENCE_ARM)
@@ -106,7 +106,7 @@ def _setting_order(setting: Setting) -> tuple[object, ...]:
 
 def prediction_table(runs: Sequence[StudyRun]) -> str:
     """Lay out whether the gap tells beforehand who collapses: over all runs, and in each cell that confirms."""
-    groups = {"all runs": list(runs)} | cells_of([run for run in runs if run.stage == "confirm"])
+    groups = {"all runs": list(runs)} | confirming_cells(runs)
     heads = ["runs", "gap read at step", "will collapse", "will not", "AUC"]
     rows = [[name, *_prediction(row)] for name, group in groups.items() for row in predict_collapse(group)]
     alarms = [[name, *_alarm(found)] for name, group in groups.items() if (found := alarm(group)) is not None]

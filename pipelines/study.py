@@ -54,18 +54,21 @@ def run(arguments: argparse.Namespace) -> int:
         )
         return 0
     chosen = [cell for cell in cells if not arguments.cells or cell.name in arguments.cells]
-    failed = []
     for cell in chosen:
         list(cell_runs(cell, arguments.out))  # a wrong setting is named before anything is run
-    for number, cell in enumerate([] if arguments.collect else chosen, start=1):
+    if arguments.collect:
+        written = collect(cells, arguments.out)
+        if not written:
+            raise InputError(f"{arguments.out}: holds no run of a cell of {arguments.study}; nothing is written")
+        sys.stdout.writelines(f"{file}\n" for file in written)
+        return 0
+    failed, written = [], []
+    for number, cell in enumerate(chosen, start=1):
         sys.stderr.write(f"cell {number} of {len(chosen)}: {cell.name}\n")
         command = cell_command(cell, arguments.out)
         if subprocess.run(command, check=False, preexec_fn=ending_with_this_process()).returncode:
             failed.append(cell.name)
-        collect(cells, arguments.out)
-    written = collect(cells, arguments.out)
-    if not written and arguments.collect:
-        raise InputError(f"{arguments.out}: holds no run of a cell of {arguments.study}; nothing is written")
+        written = collect(cells, arguments.out)
     sys.stdout.writelines(f"{file}\n" for file in written)
     for name in failed:
         sys.stderr.write(f"trm-repro: cell {name} did not finish; the same command goes on with it\n")

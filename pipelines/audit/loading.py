@@ -255,9 +255,8 @@ def _to_chunk(columns: dict[str, Column], reading: Reading) -> Chunk | None:
     if len(rollout.values) and not min(float(rollout.values.min()), float(policy.values.min())) >= LEAST_FLOAT32:
         is_infinite = (rollout.values < LEAST_FLOAT32) | (policy.values < LEAST_FLOAT32)
         keep = segment_sum(is_infinite.astype(np.float64), rollout.offsets) == 0
-        reading.counts["nonfinite_sequences"] += int((~keep).sum())
-        reading.counts["nonfinite_tokens"] += int(rollout.lengths[~keep].sum())
-        _count_nonfinite(rollout.lengths[~keep], _steps(columns), ~keep, reading)
+        steps = _steps(columns)
+        _count_nonfinite(rollout.lengths[~keep], None if steps is None else steps[~keep], reading)
         return _to_chunk({name: column.take(keep) for name, column in columns.items()}, reading)
     chunk = Chunk(rollout.offsets, rollout.values, policy.values)
     reading.counts["empty_sequences"] += int((rollout.lengths == 0).sum())
@@ -283,14 +282,15 @@ def _to_chunk(columns: dict[str, Column], reading: Reading) -> Chunk | None:
     return chunk
 
 
-def _count_nonfinite(lengths: Array, steps: Array | None, is_lost: Flags, reading: Reading) -> None:
-    """Count what every gate rejects: lengths, ``[lost]``, of the sequences that ``[B]`` marks, by length and step."""
+def _count_nonfinite(lengths: Array, steps: Array | None, reading: Reading) -> None:
+    """Count what every gate rejects: lengths and, where known, steps of sequences with a -inf, ``[B]`` each."""
+    reading.counts["nonfinite_sequences"] += len(lengths)
+    reading.counts["nonfinite_tokens"] += int(lengths.sum())
     reading.nonfinite_lengths.update(doubling_bin(np.maximum(lengths, 1)).tolist())
-    for step, length in zip(
-        [] if steps is None else steps[is_lost].tolist(), lengths.tolist(), strict=steps is not None
-    ):
-        reading.nonfinite_steps[step] += 1
-        reading.nonfinite_step_tokens[step] += length
+    if steps is not None:
+        for step, length in zip(steps.tolist(), lengths.tolist(), strict=True):
+            reading.nonfinite_steps[step] += 1
+            reading.nonfinite_step_tokens[step] += length
 
 
 def _steps(columns: dict[str, Column]) -> Array | None:
