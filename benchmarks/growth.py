@@ -1,7 +1,7 @@
 """How time and memory grow with batch, response length, group, model size and vocabulary: slopes on log-log axes.
 
 It measures the mask and update stages of a step on stored rollouts, each size in a process of its own, so that the peak
-of its memory is its own, and vLLM's rollouts, all sizes with one engine.
+of its memory is its own, and vLLM's rollouts, all sizes with one engine. The sizes of an axis take turns, step by step.
 The local slope is that between a size and the one before it: 0 where it costs nothing, 1 where cost is proportional.
 
     make bench ARGS="--only growth"
@@ -14,13 +14,13 @@ import math
 import statistics
 import sys
 import tempfile
-from collections.abc import Mapping, Sequence
+import time
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from tqdm import tqdm
-
-from benchmarks.measure import MIB, Row, add_report_arguments, in_own_process, publish, reset_peak, resident
+from benchmarks.measure import MIB, Row, add_report_arguments, in_turn, publish, reset_peak, resident
+from trm_repro.rollout.engine import RolloutEngine, SamplingRequest, SamplingSettings, start_engine
 
 PARTS = ("stages", "engine")
 REPEATS = 5
@@ -73,8 +73,8 @@ def overrides(size: Size) -> list[str]:
     ]
 
 
-def stages(size: Size) -> dict[str, float]:
-    """Train steps of one size in this process; return median seconds and peak memory beyond what was there before."""
+def stages(size: Size) -> Iterator[dict[str, float]]:
+    """Train steps of one size in this process: each one's seconds, and peak memory so far beyond what was there."""
     from benchmarks.stored_step import StoredStep, draw_rollouts
     from pipelines.session import set_threads
     from trm_repro.config import load_arm
@@ -86,46 +86,51 @@ def stages(size: Size) -> dict[str, float]:
     step.run(rollouts[:4])  # one sequence an update: imports, and what does not grow
     reset_peak()
     before = resident("VmRSS")
-    runs = [step.run(rollouts)[0] for _ in range(1 + REPEATS)][1:]
-    return {
-        "parameters": float(step.num_parameters),
-        "mask, s": statistics.median(run["mask"] for run in runs),
-        "update, s": statistics.median(run["update"] for run in runs),
-        "peak, MiB": (resident("VmHWM") - before) / MIB,
-    }
+    while True:
+        seconds, _ = step.run(rollouts)
+        yield {
+            "parameters": float(step.num_parameters),
+            "mask, s": seconds["mask"],
+            "update, s": seconds["update"],
+            "peak, MiB": (resident("VmHWM") - before) / MIB,
+        }
 
 
-def rollouts_of_engine(sizes: Sequence[Size]) -> list[dict[str, float]]:
-    """Sample every size with one engine on a policy with random weights; return median seconds and tokens."""
-    import time
-
+def rollouts_of_engine(sizes: Sequence[Size]) -> Iterator[list[dict[str, float]]]:
+    """Sample every size with one engine on a policy with random weights, again and again: seconds and tokens."""
     from benchmarks.stored_step import StoredStep
     from pipelines.session import set_threads
     from trm_repro.config import load_arm
     from trm_repro.policy import save_policy
-    from trm_repro.rollout.engine import SamplingRequest, SamplingSettings, start_engine
 
     set_threads(1)
     longest = max(size.response for size in sizes)
     config = load_arm("token_is", overrides=[*overrides(Size()), "rollout.max_concurrent_sequences=512"])
     step = StoredStep(config)
-    found = []
     with tempfile.TemporaryDirectory() as folder:
         save_policy(step.policy, step.tokenizer, Path(folder))
         engine = start_engine(config.rollout, Path(folder), PROMPT_LENGTH + longest)
-        for size in sizes:
-            requests = [
-                SamplingRequest(prompt_ids=(1, *(4 + index // size.group % 14,) * (PROMPT_LENGTH - 1)), seed=index)
-                for index in range(size.sequences)
-            ]
-            seconds, tokens = [], []
-            for _ in range(1 + REPEATS):
-                begin = time.perf_counter()
-                completions = engine.sample(requests, SamplingSettings(max_tokens=size.response))
-                seconds.append(time.perf_counter() - begin)
-                tokens.append(sum(len(completion.token_ids) for completion in completions))
-            found.append({"rollout, s": statistics.median(seconds[1:]), "tokens": float(tokens[-1])})
-    return found
+        while True:
+            yield [_sampled(engine, size) for size in sizes]
+
+
+def _sampled(engine: RolloutEngine, size: Size) -> dict[str, float]:
+    requests = [
+        SamplingRequest(prompt_ids=(1, *(4 + index // size.group % 14,) * (PROMPT_LENGTH - 1)), seed=index)
+        for index in range(size.sequences)
+    ]
+    begin = time.perf_counter()
+    completions = engine.sample(requests, SamplingSettings(max_tokens=size.response))
+    seconds = time.perf_counter() - begin
+    return {"rollout, s": seconds, "tokens": float(sum(len(completion.token_ids) for completion in completions))}
+
+
+def medians(runs: Sequence[Mapping[str, float]]) -> dict[str, float]:
+    """Take medians over the rounds after the first, which warms up; of a peak so far, the last."""
+    return {
+        name: runs[-1][name] if name.startswith("peak") else statistics.median(run[name] for run in runs[1:])
+        for name in runs[0]
+    }
 
 
 def slope(sizes: Sequence[float], values: Sequence[float]) -> float:
@@ -161,13 +166,14 @@ def main() -> int:
     rows: list[Row] = []
     for axis in arguments.axes if "stages" in arguments.parts else ():
         sizes = AXES[axis][:2] if arguments.quick else AXES[axis]
-        found = [in_own_process(stages, size) for size in tqdm(sizes, desc=axis)]
-        points = [point(axis, size, values) for size, values in zip(sizes, found, strict=True)]
+        found = in_turn(stages, sizes, 1 + REPEATS, desc=axis)
+        points = [point(axis, size, medians(runs)) for size, runs in zip(sizes, found, strict=True)]
         rows += with_slopes(points, "size", ("mask, s", "update, s", "peak, MiB"))
     if "engine" in arguments.parts and not arguments.quick:
         axes = {axis: sizes for axis, sizes in ENGINE_AXES.items() if axis in arguments.axes}
         every = [size for sizes in axes.values() for size in sizes]
-        measured = iter(in_own_process(rollouts_of_engine, every)) if every else iter(())
+        rounds = in_turn(rollouts_of_engine, [every], 1 + REPEATS, desc="rollouts")[0] if every else []
+        measured = iter(medians(runs) for runs in zip(*rounds, strict=True))
         for axis, sizes in axes.items():
             points = [point(axis, size, next(measured)) for size in sizes]
             rows += with_slopes(points, "size", ("rollout, s",))

@@ -12,16 +12,21 @@ import platform
 import statistics
 import sys
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, suppress
 from multiprocessing.connection import Connection
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, Self
+
+from tqdm import tqdm
 
 from pipelines.environment import describe_environment
 from pipelines.run_directory import write_atomically
 
 Row = Mapping[str, object]
 MIB = 2**20
+PATIENCE = 60.0
+"""Seconds in which a process may end by itself, an engine among them."""
 
 
 def median_seconds(
@@ -58,35 +63,68 @@ def reset_peak() -> None:
     Path("/proc/self/clear_refs").write_text("5", encoding="ascii")
 
 
-def in_own_process(function: Callable[..., Any], *arguments: object) -> Any:  # noqa: ANN401
-    """Call a function of a module in a fresh process, so that neither memory nor caches are another's.
+def in_turn(
+    function: Callable[[Any], Iterator[Any]], arguments: Sequence[object], rounds: int, *, desc: str
+) -> list[list[Any]]:
+    """Ask a generator for one value after another, in a fresh process for each argument, all of them once a round.
+
+    A machine whose speed changes from minute to minute so meets all arguments alike.
 
     Args:
-        function: found by name in the other process.
-        arguments: what it is called with.
+        function: found by name in the other processes.
+        arguments: one a process; all processes live until the end.
+        rounds: values to take of each.
+        desc: names the progress bar.
 
     Returns:
-        What it returns.
+        The values of each argument.
 
     Raises:
-        SystemExit: if the process died.
+        SystemExit: if a process died.
     """
-    context = multiprocessing.get_context("spawn")
-    receiver, sender = context.Pipe(duplex=False)
-    process = context.Process(target=_call, args=(sender, function, arguments))
-    process.start()
-    sender.close()
-    try:
-        return receiver.recv()
-    except EOFError:
-        process.join()
-        raise SystemExit(f"{function.__name__}{arguments}: the process ended with code {process.exitcode}") from None
-    finally:
-        process.join()
+    with ExitStack() as stack:
+        processes = [stack.enter_context(_Process(function, argument)) for argument in arguments]
+        found: list[list[Any]] = [[] for _ in arguments]
+        for _ in tqdm(range(rounds), desc=desc):
+            for process, values in zip(processes, found, strict=True):
+                values.append(process.next())
+    return found
 
 
-def _call(sender: Connection, function: Callable[..., object], arguments: Sequence[object]) -> None:
-    sender.send(function(*arguments))
+class _Process:
+    """A fresh process that says what a generator finds, one value each time it is asked; ended with it."""
+
+    def __init__(self, function: Callable[[Any], Iterator[Any]], argument: object) -> None:
+        context = multiprocessing.get_context("spawn")
+        self.what = f"{function.__name__}({argument})"
+        self.connection, theirs = context.Pipe()
+        self.process = context.Process(target=_serve, args=(theirs, function, argument))
+        self.process.start()
+        theirs.close()
+
+    def next(self) -> Any:  # noqa: ANN401
+        try:
+            self.connection.send("next")
+            return self.connection.recv()
+        except (EOFError, BrokenPipeError):
+            self.process.join()
+            raise SystemExit(f"{self.what}: the process ended with code {self.process.exitcode}") from None
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        with suppress(BrokenPipeError):
+            self.connection.send("end")
+        self.process.join(PATIENCE)
+        self.process.kill()
+        self.process.join()
+
+
+def _serve(connection: Connection, function: Callable[[Any], Iterator[object]], argument: object) -> None:
+    values = function(argument)
+    while connection.recv() == "next":
+        connection.send(next(values))
 
 
 def goal(text: str, value: float, limit: float, direction: Literal["at_most", "at_least"]) -> dict[str, object]:

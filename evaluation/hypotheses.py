@@ -40,6 +40,7 @@ class HypothesisPart:
         quantity: a key of `QUANTITIES`.
         arm: whose quantity it is.
         against: an arm whose quantity is taken off, seed by seed; None for the quantity itself.
+        against_cell: the cell of the study that ``against`` ran in, with the same seeds; None for the hypothesis's own.
         relation: the expected side of the threshold.
         threshold: in the quantity's unit.
         every_seed: whether it has to be so in every seed, and not only in their mean.
@@ -48,6 +49,7 @@ class HypothesisPart:
     quantity: str
     arm: str
     against: str | None = None
+    against_cell: str | None = None
     relation: Relation = ">"
     threshold: float = 0.0
     every_seed: bool = False
@@ -60,22 +62,29 @@ class HypothesisPart:
             raise ValueError(f'relation must be ">" or "<", got {self.relation!r}')
         if not math.isfinite(self.threshold):
             raise ValueError(f"threshold must be finite, got {self.threshold}")
+        if self.against_cell is not None and self.against is None:
+            raise ValueError(f"against_cell {self.against_cell!r} needs against, an arm of that cell")
+
+    @property
+    def reference(self) -> str | None:
+        """Name of the arm that is taken off, with its cell where that is another."""
+        return self.against if self.against_cell is None else arm_elsewhere(str(self.against), self.against_cell)
 
     @property
     def arms(self) -> tuple[str, ...]:
         """The arms it needs."""
-        return (self.arm,) if self.against is None else (self.arm, self.against)
+        return (self.arm,) if self.reference is None else (self.arm, self.reference)
 
     def describe(self) -> str:
         """Say what has to be so."""
-        apart = "" if self.against is None else f" minus {self.against}"
+        apart = "" if self.reference is None else f" minus {self.reference}"
         scope = "in every seed" if self.every_seed else "mean over seeds"
         return f"{self.quantity}, {self.arm}{apart} {self.relation} {self.threshold:g} ({scope})"
 
     def measure(self, runs: Mapping[str, RunOutcome]) -> float:
         """Measure it on the runs of one seed, by arm."""
         quantity = QUANTITIES[self.quantity]
-        return quantity(runs[self.arm]) - (0.0 if self.against is None else quantity(runs[self.against]))
+        return quantity(runs[self.arm]) - (0.0 if self.reference is None else quantity(runs[self.reference]))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -121,8 +130,17 @@ class HypothesisRow:
     verdict: HypothesisVerdict = "not run"
 
 
+def arm_elsewhere(arm: str, cell: str) -> str:
+    """Name an arm of another cell."""
+    return f"{arm} of {cell}"
+
+
 def judge_hypotheses(
-    hypotheses: Sequence[Hypothesis], outcomes: Sequence[RunOutcome], thresholds: ClaimThresholds
+    hypotheses: Sequence[Hypothesis],
+    outcomes: Sequence[RunOutcome],
+    thresholds: ClaimThresholds,
+    *,
+    elsewhere: Mapping[str, Sequence[RunOutcome]] | None = None,
 ) -> list[HypothesisRow]:
     """Judge the hypotheses of one cell.
 
@@ -130,6 +148,7 @@ def judge_hypotheses(
         hypotheses: written down before the runs.
         outcomes: of the cell's runs.
         thresholds: number of seeds, confidence and significance.
+        elsewhere: outcomes of the study's cells by name, for parts with ``against_cell``.
 
     Returns:
         A row a hypothesis, with Holm's correction over those that have a p-value.
@@ -137,6 +156,9 @@ def judge_hypotheses(
     by_seed: dict[int, dict[str, RunOutcome]] = {}
     for outcome in outcomes:
         by_seed.setdefault(outcome.seed, {})[outcome.arm] = outcome
+    for cell, others in (elsewhere or {}).items():
+        for outcome in others:
+            by_seed.setdefault(outcome.seed, {})[arm_elsewhere(outcome.arm, cell)] = outcome
     rows = [_judge(hypothesis, list(by_seed.values()), thresholds) for hypothesis in hypotheses]
     adjusted = iter(holm([row.p_value for row in rows if row.p_value is not None]))
     return [row if row.p_value is None else _adjusted(row, float(next(adjusted)), thresholds) for row in rows]

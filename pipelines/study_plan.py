@@ -2,7 +2,7 @@
 
 import json
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
@@ -68,6 +68,8 @@ def read_study(file: Path) -> list[Cell]:
     names = [cell.name for cell in cells]
     if len(set(names)) < len(names):
         raise InputError(f"{file}: two cells have the same name")
+    for number, cell in enumerate(cells, start=1):
+        _check_arms(cell, {other.name: other for other in cells}, f"{file}: cell {number}")
     return cells
 
 
@@ -132,30 +134,42 @@ def _cell(entry: Any, shared: tuple[str, ...], where: str) -> Cell:  # noqa: ANN
         seeds=tuple(seeds),
         settings=shared + _settings(entry.get("settings", []), f"{where}: settings"),
         hypotheses=tuple(
-            _hypothesis(item, arms, f"{where}: hypothesis {number}") for number, item in enumerate(hypotheses, start=1)
+            _hypothesis(item, f"{where}: hypothesis {number}") for number, item in enumerate(hypotheses, start=1)
         ),
     )
 
 
-def _hypothesis(entry: Any, arms: tuple[str, ...], where: str) -> Hypothesis:  # noqa: ANN401 - whatever YAML holds
+def _check_arms(cell: Cell, cells: Mapping[str, Cell], where: str) -> None:
+    """Refuse hypotheses about arms that do not run, or not with the cell's seeds."""
+    for number, hypothesis in enumerate(cell.hypotheses, start=1):
+        here = f"{where}: hypothesis {number}"
+        for part in hypothesis.parts:
+            name = part.against_cell or cell.name
+            if name not in cells:
+                raise InputError(f"{here}: there is no cell {name}; the cells are {', '.join(cells)}")
+            other = cells[name]
+            for arm, arms in ((part.arm, cell.arms), (part.against, other.arms)):
+                if arm is not None and arm not in arms:
+                    raise InputError(f"{here}: {arm} is not among the cell's arms: {', '.join(arms)}")
+            if not set(cell.seeds) & set(other.seeds):
+                raise InputError(f"{here}: has no seed in common with {name}; arms are compared seed by seed")
+
+
+def _hypothesis(entry: Any, where: str) -> Hypothesis:  # noqa: ANN401 - whatever YAML holds
     is_whole = isinstance(entry, dict) and set(entry) == {"text", "parts"} and isinstance(entry["text"], str)
     if not is_whole or not isinstance(entry["parts"], list) or not entry["parts"]:
         raise InputError(f"{where}: expected a text and a list of parts, got {str(entry)[:100]}")
-    hypothesis = Hypothesis(text=entry["text"], parts=tuple(_part(part, where) for part in entry["parts"]))
-    unknown = [arm for arm in hypothesis.arms if arm not in arms]
-    if unknown:
-        raise InputError(f"{where}: {unknown[0]} is not among the cell's arms: {', '.join(arms)}")
-    return hypothesis
+    return Hypothesis(text=entry["text"], parts=tuple(_part(part, where) for part in entry["parts"]))
 
 
 def _part(entry: Any, where: str) -> HypothesisPart:  # noqa: ANN401 - whatever YAML holds
     known = set(HypothesisPart.__dataclass_fields__)
     if not isinstance(entry, dict) or not {"quantity", "arm"} <= set(entry) <= known:
         raise InputError(f"{where}: a part has the keys {', '.join(sorted(known))}, got {str(entry)[:100]}")
-    texts = [entry["quantity"], entry["arm"], entry.get("against", "")]
+    texts = [entry["quantity"], entry["arm"], entry.get("against", ""), entry.get("against_cell", "")]
     threshold = entry.get("threshold", 0)
     if not all(isinstance(text, str) for text in texts) or type(threshold) not in (int, float):
-        raise InputError(f"{where}: quantity and arms must be texts and threshold a number, got {str(entry)[:100]}")
+        raise InputError(f"{where}: quantity, arms and cell are texts, threshold a number, got {str(entry)[:100]}")
     if not isinstance(entry.get("every_seed", False), bool):
         raise InputError(f"{where}: every_seed must be true or false, got {entry['every_seed']!r}")
     try:

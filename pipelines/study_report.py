@@ -94,12 +94,12 @@ def study_tables(runs: "Sequence[StudyRun]", cells: Sequence[Cell], folder: Path
 
     thresholds = ClaimThresholds()
     by_cell = cells_of(runs)
-    verdicts = [
-        f"{cell.name}:\n\n"
-        + hypotheses_table(judge_hypotheses(cell.hypotheses, outcomes_of(by_cell.get(cell.name, [])), thresholds))
-        for cell in cells
-        if cell.hypotheses
-    ]
+    outcomes = {name: outcomes_of(members) for name, members in by_cell.items()}
+    verdicts = []
+    for cell in cells:
+        if cell.hypotheses:
+            rows = judge_hypotheses(cell.hypotheses, outcomes.get(cell.name, []), thresholds, elsewhere=outcomes)
+            verdicts.append(f"{cell.name}:\n\n{hypotheses_table(rows)}")
     return {
         "hypotheses": "\n\n".join(verdicts) or tables.NOTHING,
         "arms": tables.arms_table(runs, thresholds),

@@ -2,13 +2,15 @@
 
 import json
 import math
+import os
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
 from benchmarks import __main__ as bench
 from benchmarks import growth
-from benchmarks.measure import cell, goal, in_own_process, markdown_table, median_seconds, publish
+from benchmarks.measure import cell, goal, in_turn, markdown_table, median_seconds, publish
 from tests.conftest import ROOT
 
 
@@ -150,10 +152,32 @@ def test_forms_are_timed_in_turn_and_the_first_round_does_not_count():
     assert set(seconds) == {"a", "b"}
 
 
-def test_a_function_runs_in_a_process_of_its_own_and_its_death_is_reported():
-    assert in_own_process(growth.slope, [1.0, 2.0, 4.0], [3.0, 12.0, 48.0]) == pytest.approx(2.0)  # 3 x^2
-    with pytest.raises(SystemExit, match="the process ended with code 1"):
-        in_own_process(growth.slope, [1.0], [])
+def log_turns(arguments: tuple[Path, str, int]) -> Iterator[tuple[int, int]]:
+    """Write down every turn; fall over after some."""
+    log, name, most = arguments
+    for turn in range(most):
+        with log.open("a") as file:
+            file.write(name)
+        yield os.getpid(), turn
+    os._exit(3)
+
+
+def test_generators_take_turns_in_processes_of_their_own(tmp_path: Path):
+    log = tmp_path / "log"
+    found = in_turn(log_turns, [(log, "a", 9), (log, "b", 9)], 3, desc="turns")
+    assert log.read_text() == "ababab"
+    assert [[turn for _, turn in values] for values in found] == [[0, 1, 2]] * 2
+    assert len({pid for values in found for pid, _ in values} | {os.getpid()}) == 3
+
+
+def test_the_death_of_a_process_that_takes_turns_is_reported(tmp_path: Path):
+    with pytest.raises(SystemExit, match=r"log_turns.*: the process ended with code 3"):
+        in_turn(log_turns, [(tmp_path / "a", "a", 9), (tmp_path / "b", "b", 1)], 2, desc="turns")
+
+
+def test_medians_leave_out_the_round_that_warms_up():
+    runs = [{"mask, s": float(value), "peak, MiB": float(value)} for value in (90, 1, 2, 60, 4, 5)]
+    assert growth.medians(runs) == {"mask, s": 4.0, "peak, MiB": 5.0}
 
 
 def test_slopes_are_local_and_missing_where_there_is_nothing_to_compare():

@@ -82,9 +82,21 @@ def test_p_values_are_corrected_over_the_hypotheses_of_a_cell():
     assert "| A ends above B. | final score, a minus b > 0 (mean over seeds) | 6 |" in hypotheses_table(rows)
 
 
+def test_an_arm_of_another_cell_is_paired_by_seed_and_told_from_its_namesake():
+    slower = HypothesisPart(quantity="final score", arm="a", against="a", against_cell="fast")
+    hypothesis = Hypothesis(text="A ends above fast A.", parts=(slower,))
+    shifted = [dataclasses.replace(run, final_score=run.final_score - 0.2) for run in reversed(runs("a", FIVE))]
+    (row,) = judge_hypotheses([hypothesis], runs("a", FIVE), ClaimThresholds(), elsewhere={"fast": shifted})
+    assert (row.effects[0].low, row.effects[0].high) == pytest.approx((0.2, 0.2))
+    assert (row.num_seeds, row.verdict) == (5, "supported")
+    assert "final score, a minus a of fast > 0" in hypotheses_table([row])
+    assert verdict_of(hypothesis, runs("a", FIVE)) == "not run"
+
+
 @pytest.mark.parametrize(
     ("values", "wanted"),
     [
+        ({"against_cell": "fast"}, "against_cell 'fast' needs against"),
         ({"quantity": "luck"}, "quantity must be one of"),
         ({"relation": ">="}, "relation must be"),
         ({"threshold": float("nan")}, "threshold must be finite"),

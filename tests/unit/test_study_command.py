@@ -18,6 +18,14 @@ CELL = "{name: a, stage: screen, arms: [ppo_clip], seeds: [3], settings: [num_st
 HYPOTHESIS = "{text: it lasts, parts: [{quantity: final score, arm: ppo_clip}]}"
 
 
+def study_against(arm: str, cell: str, *, seed: int) -> str:
+    """Write a study whose first cell, of seed 5, is compared with an arm of another one, of the given seed."""
+    part = f"{{quantity: final score, arm: trm_max_0.05, against: {arm}, against_cell: {cell}}}"
+    hypotheses = f"[{{text: t, parts: [{part}]}}]"
+    first = f"{{name: a, stage: confirm, arms: [trm_max_0.05], seeds: [5], hypotheses: {hypotheses}}}"
+    return f"cells: [{first}, {{name: b, stage: screen, arms: [ppo_clip], seeds: [{seed}]}}]"
+
+
 def write(tmp_path: Path, text: str) -> Path:
     file = tmp_path / "study.yaml"
     file.write_text(text)
@@ -55,6 +63,9 @@ def test_every_run_of_the_shipped_study_has_a_valid_configuration(tmp_path: Path
         (f"cells: [{CELL[:-1]}, hypotheses: [it lasts]}}]", "expected a text and a list of parts"),
         (f"cells: [{CELL[:-1]}, hypotheses: [{{text: t, parts: [{{arm: x}}]}}]}}]", "a part has the keys"),
         (f"cells: [{CELL[:-1]}, hypotheses: [{HYPOTHESIS.replace('ppo_clip', 'gspo')}]}}]", "gspo is not among"),
+        (study_against("ppo_clip", "c", seed=5), "cell 1: hypothesis 1: there is no cell c; the cells are a, b"),
+        (study_against("gspo", "b", seed=5), "gspo is not among the cell's arms: ppo_clip"),
+        (study_against("ppo_clip", "b", seed=6), "has no seed in common with b"),
         (f"cells: [{CELL[:-1]}, hypotheses: [{HYPOTHESIS.replace('final', 'best')}]}}]", "quantity must be one of"),
         ("cells: [{name: a, stage: screen, arms: [nobody], seeds: [1]}]", "unknown arm 'nobody'"),
         ("cells: [{name: a, stage: screen, arms: [ppo_clip], seeds: [1], settings: [no.key=1]}]", "unknown key"),
