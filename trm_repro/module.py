@@ -4,6 +4,7 @@ import dataclasses
 import math
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import NamedTuple
 
 import lightning as L  # noqa: N812
 import torch
@@ -16,14 +17,38 @@ from trm_repro.batch import RolloutBatch
 from trm_repro.config import RunConfig, derive_seed
 from trm_repro.errors import FaultError
 from trm_repro.fault_batches import save_batch
+from trm_repro.measurement import Measurement, mean_divergence, measure_to_learn
 from trm_repro.memory_limits import MASK_KEYS, UPDATE_KEYS, memory_limited
 from trm_repro.policy import Policy, build_policy
 from trm_repro.sharding import is_sharded, load_sharded, local, prepare_policy, shard_policy, whole
-from trm_repro.shares import Share, measure_shared
+from trm_repro.shares import Share, gather_measurements, measure_shared
 from trm_repro.stage_clock import StageClock
 from trm_repro.step_control import StepOutcome, bound_step, copy_parameters
 from trm_repro.step_metrics import UpdateRecord
-from trm_repro.steps import Control, Measurement, ReferenceUpdate, gate, mean_divergence, surrogate_loss, weigh_tokens
+from trm_repro.steps import Control, ReferenceUpdate, gate, loss_of_logprobs, surrogate_loss, weigh_tokens
+
+ONE_PASS_SHARE = 2 / 3
+"""Share learned from, from which 3 products of every sequence are fewer than 1 of every and 3 of each learned from."""
+DECIDED_ALONE = ("none", "trm_max", "trm_avg", "trm_max_avg")
+"""Criteria that need nothing but a sequence's own tokens to decide about it."""
+
+
+class Learned(NamedTuple):
+    """What was made of a minibatch before the optimizer's step.
+
+    Attributes:
+        batch: B sequences, with what weighed them.
+        measurement: of all of them, before the step.
+        sequence_mask: ``[B]`` bool.
+        loss: that was backpropagated.
+        has_gradient: whether any sequence contributed.
+    """
+
+    batch: RolloutBatch
+    measurement: Measurement
+    sequence_mask: Tensor
+    loss: float
+    has_gradient: bool
 
 
 class TRMModule(L.LightningModule):
@@ -106,22 +131,18 @@ class TRMModule(L.LightningModule):
 
     def training_step(self, batch: RolloutBatch, batch_idx: int) -> None:
         """Run Algorithm 1 on one minibatch."""
-        with self.clock.measure("mask"):
-            measurement = self.measure(batch)  # lines 1 and 2: divergences under the current policy
-            sequence_mask = self.mask(measurement, batch, batch_idx)  # line 3
-            batch = weigh_tokens(self.weigh(batch, sequence_mask, batch_idx), measurement, self.config.mask)
-            batch = dataclasses.replace(batch, policy_normalizers=measurement.normalizers)  # of the same weights
+        one_pass = self.expected_share(batch) >= ONE_PASS_SHARE
+        learned = self.one_pass(batch, batch_idx) if one_pass else self.two_passes(batch, batch_idx)  # lines 1 to 4
         with self.clock.measure("update"), memory_limited("update", UPDATE_KEYS):
-            loss, has_gradient = self.backward_kept(batch, sequence_mask)  # line 4
             before = copy_parameters(self.policy) if self.config.update.step_limit is not None else None
-            gradient_norm, is_skipped = self.step_optimizer(has_gradient, loss)  # line 5
-        step = None if is_skipped or not has_gradient else self.bound_step(before, batch, measurement, sequence_mask)
+            gradient_norm, is_skipped = self.step_optimizer(learned.has_gradient, learned.loss)  # line 5
+        step = None if is_skipped or not learned.has_gradient else self.bound_step(before, learned)
         self.records.append(
             UpdateRecord(
-                batch=batch,
-                measurement=measurement,
-                sequence_mask=sequence_mask,
-                loss=loss,
+                batch=learned.batch,
+                measurement=learned.measurement,
+                sequence_mask=learned.sequence_mask,
+                loss=learned.loss,
                 gradient_norm=gradient_norm,
                 is_skipped=is_skipped,
                 learning_rate=self.optimizers().param_groups[0]["lr"],
@@ -129,6 +150,78 @@ class TRMModule(L.LightningModule):
             )
         )
         self.lr_schedulers().step()
+
+    def expected_share(self, batch: RolloutBatch) -> float:
+        """Guess the share of a minibatch that will be learned from, before it is measured; the same on every rank.
+
+        What the last update of the step kept is the guess, so a step's first update under a mask counts as none; so
+        does whatever has to see the whole minibatch before it decides.
+        """
+        loss, mask = self.config.loss, self.config.mask
+        if mask.criterion not in DECIDED_ALONE or "kept" in (loss.baseline, loss.denominator):
+            return 0.0
+        kept = 1.0 if mask.criterion == "none" else 0.0
+        if self.records:
+            kept = float(self.records[-1].sequence_mask.float().mean())
+        return kept * float((batch.advantages != 0).float().mean())
+
+    def two_passes(self, batch: RolloutBatch, update: int) -> Learned:
+        """Measure and mask the whole minibatch without gradient, then backpropagate what is kept."""
+        with self.clock.measure("mask"):
+            measurement = self.measure(batch)  # lines 1 and 2: divergences under the current policy
+            sequence_mask = self.mask(measurement, batch, update)  # line 3
+            batch = weigh_tokens(self.weigh(batch, sequence_mask, update), measurement, self.config.mask)
+            batch = dataclasses.replace(batch, policy_normalizers=measurement.normalizers)  # of the same weights
+        with self.clock.measure("update"), memory_limited("update", UPDATE_KEYS):
+            loss, has_gradient = self.backward_kept(batch, sequence_mask)  # line 4
+        return Learned(batch, measurement, sequence_mask, loss, has_gradient)
+
+    def one_pass(self, batch: RolloutBatch, update: int) -> Learned:
+        """Measure, mask and backpropagate one micro-batch after another, each in a single forward pass.
+
+        A sequence's own tokens decide about it, so no micro-batch has to wait for another. Rejected sequences cost a
+        backward pass here, and the others no second forward pass. A policy that overflows on a rejected sequence makes
+        the gradient not finite, and the step is skipped.
+        """
+        self.optimizers().zero_grad()
+        parts, num_fillers = self.share.passes(
+            batch, self.config.update.tokens_per_micro_batch, packed=self.policy.is_packing
+        )
+        found: list[tuple[Tensor, Measurement]] = []
+        kept_ids = batch.sequence_ids[:0]
+        loss, has_gradient = 0.0, False
+        for part in parts:
+            with self.clock.measure("update"), memory_limited("update", UPDATE_KEYS):
+                measurement, logprobs = measure_to_learn(self.policy, part, temperature=self.config.rollout.temperature)
+            with self.clock.measure("mask"):
+                sequence_mask = self.mask(measurement, part, update)
+                found.append((part.sequence_ids, measurement))
+                kept_ids = torch.cat([kept_ids, part.sequence_ids[sequence_mask]])
+            with self.clock.measure("update"), memory_limited("update", UPDATE_KEYS):
+                contributes = sequence_mask & (part.advantages != 0)
+                if bool(contributes.any()):
+                    kept = part.select(contributes)
+                    part_loss = loss_of_logprobs(
+                        logprobs[contributes, : kept.response_mask.shape[1]],
+                        kept,
+                        self.config.loss,
+                        denominator=batch.num_sequences / ranks.num_ranks(),  # FSDP averages gradients over ranks
+                    )
+                    self.manual_backward(part_loss)
+                    loss, has_gradient = loss + part_loss.item(), True
+                elif ranks.num_ranks() > 1:  # whose backward passes go together
+                    self.manual_backward(0.0 * logprobs.sum())
+            del logprobs  # and what it keeps for a backward pass, before the next forward pass
+        with self.clock.measure("update"), memory_limited("update", UPDATE_KEYS):
+            for _ in range(num_fillers):
+                _, logprobs = measure_to_learn(self.policy, self.share.filler(), temperature=1.0)
+                self.manual_backward(0.0 * logprobs.sum())
+        with self.clock.measure("mask"):
+            measurement = gather_measurements(batch, found)
+            all_kept = torch.cat(ranks.gather_to_all(kept_ids.cpu())).to(kept_ids.device)
+            sequence_mask = torch.isin(batch.sequence_ids, all_kept)
+        loss = ranks.total(loss) / ranks.num_ranks()
+        return Learned(batch, measurement, sequence_mask, loss, ranks.any_rank(has_gradient))
 
     def on_train_batch_end(self, outputs: object, batch: RolloutBatch, batch_idx: int) -> None:
         """Save a batch that was not finite; stop when the weights are not: nothing after them would mean anything."""
@@ -242,16 +335,12 @@ class TRMModule(L.LightningModule):
         loss = ranks.total(loss) / ranks.num_ranks()
         return loss, True
 
-    def bound_step(
-        self, before: list[Tensor] | None, batch: RolloutBatch, measurement: Measurement, sequence_mask: Tensor
-    ) -> StepOutcome | None:
+    def bound_step(self, before: list[Tensor] | None, learned: Learned) -> StepOutcome | None:
         """Shrink or undo a step that left the policy too far from the rollout policy (update.step_limit).
 
         Args:
             before: the parameters before the step; None where steps are not bounded.
-            batch: B sequences.
-            measurement: of the batch, before the step.
-            sequence_mask: ``[B]`` bool; the divergence is that of the kept ones.
+            learned: what the step was made of; the divergence is that of its kept sequences.
 
         Returns:
             What became of the step, or None.
@@ -259,13 +348,14 @@ class TRMModule(L.LightningModule):
         limit = self.config.update.step_limit
         if before is None or limit is None:
             return None
-        kept = batch.select(sequence_mask)
+        kept = learned.batch.select(learned.sequence_mask)
+        kept_tokens = learned.batch.response_mask & learned.sequence_mask[:, None]
         with self.clock.measure("control"):
             return bound_step(
                 self.policy,
                 before,
                 lambda: mean_divergence(self.measure(kept), kept.response_mask),
-                divergence_before=mean_divergence(measurement, batch.response_mask & sequence_mask[:, None]),
+                divergence_before=mean_divergence(learned.measurement, kept_tokens),
                 limit=limit,
                 max_halvings=self.config.update.step_halvings,
             )

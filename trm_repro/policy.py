@@ -46,6 +46,7 @@ class PolicyOutput(NamedTuple):
         rebuilt_logprobs: ``[N]`` float32, nats; log pi_roll of the sampled tokens, rebuilt from hidden states.
         rebuilt_tolerance: ``[N]`` float32, nats; how far rounding can put those from the engine's own.
         experts: ``[N, L, K]`` int64; experts each token's prediction was routed to.
+        differentiable: ``logprobs`` once more, with gradient, from a pass that measures.
     """
 
     logprobs: Tensor
@@ -58,6 +59,7 @@ class PolicyOutput(NamedTuple):
     rebuilt_logprobs: Tensor | None = None
     rebuilt_tolerance: Tensor | None = None
     experts: Tensor | None = None
+    differentiable: Tensor | None = None
 
 
 class Policy(nn.Module):
@@ -86,10 +88,11 @@ class Policy(nn.Module):
             batch: B sequences; right padding is harmless because attention is causal.
             temperature: logits are divided by it.
             measure: also compute entropy, exact divergences (where the batch carries the rollout distribution)
-                and, in a mixture of experts, the routing; without gradient.
+                and, in a mixture of experts, the routing; none of these has a gradient.
 
         Returns:
-            Per-token results; ``logprobs`` carries gradient unless ``measure`` is given.
+            Per-token results. ``logprobs`` carries gradient unless ``measure`` is given; then ``differentiable`` does,
+            where gradients are enabled.
         """
         has_router = hasattr(self.model.config, "num_experts")
         routing = {"output_router_logits": True} if measure and has_router else {}
@@ -107,19 +110,25 @@ class Policy(nn.Module):
                 normalizers = batch.policy_normalizers[batch.response_mask]  # [N]
             logprobs = token_logprobs(hidden, head_weight, token_ids, normalizers=normalizers, temperature=temperature)
             return PolicyOutput(logprobs)
-        statistics = token_statistics(
-            hidden,
-            head_weight,
-            token_ids,
-            rollout=_rollout_distribution(batch, token_ids),
-            temperature=temperature,
-        )
+        with torch.no_grad():
+            statistics = token_statistics(
+                hidden.detach(),
+                head_weight,
+                token_ids,
+                rollout=_rollout_distribution(batch, token_ids),
+                temperature=temperature,
+            )
+        differentiable = None
+        if torch.is_grad_enabled():
+            differentiable = token_logprobs(
+                hidden, head_weight, token_ids, normalizers=statistics.normalizers, temperature=temperature
+            )
         experts = None
         if routing:
             top_k = self.model.config.num_experts_per_tok
             layers = [logits.view(-1, logits.shape[-1])[predicting] for logits in output.router_logits]
             experts = torch.stack([layer.topk(top_k, dim=-1).indices for layer in layers], dim=1)  # [N, L, K]
-        return PolicyOutput(*statistics, experts)
+        return PolicyOutput(*statistics, experts, differentiable)
 
     def next_token_distribution(self, input_ids: Tensor, lengths: Tensor) -> Tensor:
         """Compute what follows each sequence.

@@ -15,8 +15,8 @@ from torch import Tensor
 from trm_repro import ranks
 from trm_repro.batch import RolloutBatch
 from trm_repro.certified import KLInterval
+from trm_repro.measurement import Measurement, measure
 from trm_repro.policy import Policy
-from trm_repro.steps import Measurement, measure
 
 
 class Share:
@@ -101,10 +101,25 @@ def measure_shared(
     with torch.no_grad():
         for _ in range(num_fillers):
             policy(share.filler(), temperature=temperature, measure=True)
-    ids = None if part is None else part.sequence_ids.cpu()
-    gathered = ranks.gather_to_all((ids, None if own is None else move(own, lambda tensor: tensor.cpu())))
-    pieces = [(ids, piece) for ids, piece in gathered if ids is not None and piece is not None]
-    merged = merge_measurements(batch.sequence_ids.cpu(), batch.response_mask.shape[1], pieces)
+    return gather_measurements(batch, [] if part is None or own is None else [(part.sequence_ids, own)])
+
+
+def gather_measurements(batch: RolloutBatch, own: Sequence[tuple[Tensor, Measurement]]) -> Measurement:
+    """Give the measurements of every rank's parts of a batch to all.
+
+    Args:
+        batch: B sequences.
+        own: sequence ids and measurement of each part that this rank measured.
+
+    Returns:
+        The measurement of all B sequences.
+    """
+    length = batch.response_mask.shape[1]
+    if ranks.num_ranks() == 1:
+        return merge_measurements(batch.sequence_ids, length, own)
+    moved = [(ids.cpu(), move(measurement, lambda tensor: tensor.cpu())) for ids, measurement in own]
+    pieces = [piece for pieces in ranks.gather_to_all(moved) for piece in pieces]
+    merged = merge_measurements(batch.sequence_ids.cpu(), length, pieces)
     return move(merged, lambda tensor: tensor.to(batch.rewards.device))
 
 

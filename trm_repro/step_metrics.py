@@ -23,8 +23,9 @@ from trm_repro.divergence import (
 )
 from trm_repro.losses import is_clipped
 from trm_repro.masks import max_divergence_mask, mean_divergence_mask
+from trm_repro.measurement import Measurement
 from trm_repro.step_control import StepOutcome
-from trm_repro.steps import Measurement, certified_decision, clip_range
+from trm_repro.steps import certified_decision, clip_range
 
 
 @dataclass(frozen=True, kw_only=True)

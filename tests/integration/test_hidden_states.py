@@ -12,12 +12,13 @@ from tests.conftest import SMOKE, run_command
 from trm_repro.batch import Rollout, RolloutBatch
 from trm_repro.config_sections import LossConfig, PolicyConfig, RolloutConfig
 from trm_repro.divergence import exact_kl_divergence
+from trm_repro.measurement import measure
 from trm_repro.policy import Policy, build_policy, build_tokenizer, save_policy
 from trm_repro.rollout import SamplingRequest, SamplingSettings, start_engine
 from trm_repro.rollout.precision import engine_head
 from trm_repro.sharding import policy_weights
 from trm_repro.shards import read_masks
-from trm_repro.steps import measure, surrogate_loss
+from trm_repro.steps import surrogate_loss
 from trm_repro.tasks.chain_arithmetic import ALPHABET
 from trm_repro.vocab.chunks import CPU_CHUNK_ELEMENTS
 

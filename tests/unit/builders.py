@@ -8,8 +8,8 @@ from torch import Tensor
 
 from trm_repro.batch import Rollout, RolloutBatch
 from trm_repro.config import PolicyConfig
+from trm_repro.measurement import Measurement
 from trm_repro.policy import Policy, build_policy, build_tokenizer
-from trm_repro.steps import Measurement
 from trm_repro.tasks.chain_arithmetic import ALPHABET
 
 TOKENIZER = build_tokenizer(ALPHABET)

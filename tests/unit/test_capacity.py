@@ -17,7 +17,8 @@ from trm_repro.capacity import (
     stored_bytes_per_token,
 )
 from trm_repro.config_sections import LossConfig
-from trm_repro.steps import measure, surrogate_loss
+from trm_repro.measurement import measure
+from trm_repro.steps import surrogate_loss
 
 QWEN3_8B = ModelShape(
     hidden_size=4096,

@@ -12,7 +12,8 @@ from trm_repro.errors import InputError
 from trm_repro.gate_specs import GATE_SPECS
 from trm_repro.losses import OBJECTIVES, ClipRange
 from trm_repro.masks import gate_mask
-from trm_repro.steps import CRITERIA, gate, measure, surrogate_loss, token_statistics, weigh_tokens
+from trm_repro.measurement import measure
+from trm_repro.steps import CRITERIA, gate, surrogate_loss, token_statistics, weigh_tokens
 
 CONTROLS = {"random", "length_matched"}
 LENGTHS = [(2, 3), (4, 5), (1, 2), (3, 6)]  # (prompt, response)

@@ -13,13 +13,13 @@ from trm_repro.config_sections import RolloutConfig
 from trm_repro.datamodule import minibatches
 from trm_repro.errors import FaultError, InputError
 from trm_repro.heads import head_path, read_heads, remove_unused_heads, write_head
+from trm_repro.measurement import measure
 from trm_repro.policy import save_policy
 from trm_repro.rollout import SamplingRequest, SamplingSettings, start_engine
 from trm_repro.rollout.precision import engine_head
 from trm_repro.sharding import policy_weights
 from trm_repro.shards import read_rollouts, write_rollouts
 from trm_repro.step_metrics import UpdateRecord, step_metrics
-from trm_repro.steps import measure
 
 HIDDEN = 4
 

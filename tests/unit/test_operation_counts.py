@@ -120,16 +120,24 @@ def flops_of_products(config: RunConfig, num_kept: int) -> int:
     return sum(found.get(operator, 0) for operator in (torch.ops.aten.mm, torch.ops.aten.addmm))
 
 
+# Multiply-adds of a token: queries, keys and values, output, and the three matrices of the feed-forward block.
+ATTENTION = HIDDEN * HEAD_DIM * (HEADS + 2 * KEY_VALUE_HEADS) + HEADS * HEAD_DIM * HIDDEN
+FLOPS_OF_BODY = 2 * LENGTH * LAYERS * (ATTENTION + 3 * HIDDEN * INNER)
+FLOPS_OF_HEAD = 2 * RESPONSE * HIDDEN * VOCABULARY
+"""Of a sequence, forward."""
+
+
 @pytest.mark.parametrize("num_kept", [4, 2])
 def test_a_steps_matrix_products_are_one_forward_for_the_mask_and_three_for_the_kept(num_kept: int):
-    # Multiply-adds of a token: queries, keys and values, output, and the three matrices of the feed-forward block.
-    attention = HIDDEN * HEAD_DIM * (HEADS + 2 * KEY_VALUE_HEADS) + HEADS * HEAD_DIM * HIDDEN
-    body = LAYERS * (attention + 3 * HIDDEN * INNER)
-    head = HIDDEN * VOCABULARY  # of a response token
-    of_sequence = 2 * (LENGTH * body + RESPONSE * head)
     # Backward costs two products for each of forward; the update's logits are the forward product of the head.
-    expected = NUM_UPDATES * (OF_UPDATE + 3 * num_kept) * of_sequence
+    expected = NUM_UPDATES * (OF_UPDATE + 3 * num_kept) * (FLOPS_OF_BODY + FLOPS_OF_HEAD)
     assert flops_of_products(step_config(), num_kept) == expected
+
+
+def test_in_one_pass_the_mask_has_no_product_of_its_own_but_its_logits():
+    config = step_config("mask.reference_arm=null", criterion="none")
+    assert passes_of(config, 4) == (NUM_UPDATES, SEQUENCES * LENGTH)
+    assert flops_of_products(config, 4) == SEQUENCES * (3 * FLOPS_OF_BODY + 4 * FLOPS_OF_HEAD)
 
 
 class LogitsProducts(TorchDispatchMode):

@@ -15,8 +15,9 @@ from pipelines.regate import arm_function, gate_function
 from tests.unit.builders import make_batch, make_rollout, near_policy, tiny_policy
 from trm_repro.config import load_arm
 from trm_repro.masks import TokenStatistics
+from trm_repro.measurement import measure
 from trm_repro.shards import MaskRow, read_masks, write_masks, write_rollouts
-from trm_repro.steps import gate, measure
+from trm_repro.steps import gate
 
 
 def update_of(log_ratio, advantages, rewards, kept, *, lengths=(2, 2), update=0, step=0, kl=None):

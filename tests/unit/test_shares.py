@@ -11,8 +11,8 @@ from trm_repro import ranks
 from trm_repro.batch import RolloutBatch
 from trm_repro.config import load_config
 from trm_repro.datamodule import RolloutDataModule
+from trm_repro.measurement import measure
 from trm_repro.shares import Share, divide, measure_shared, merge_measurements, move
-from trm_repro.steps import measure
 
 LENGTHS = [(2, 3), (4, 9), (1, 5), (3, 7), (2, 8), (5, 1)]
 OPTIONS = {"temperature": 1.0, "tokens_per_micro_batch": 64}

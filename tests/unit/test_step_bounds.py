@@ -9,9 +9,9 @@ from tests.unit.builders import make_rollout
 from trm_repro.batch import RolloutBatch
 from trm_repro.bounds import Divergences, unified_bound
 from trm_repro.config_sections import MaskConfig
+from trm_repro.measurement import Measurement
 from trm_repro.step_bounds import step_bounds, surrogate_in_reward_units
 from trm_repro.step_metrics import UpdateRecord, mask_confusions
-from trm_repro.steps import Measurement
 
 
 def record_of(lengths: list[int], kl: list[list[float]] | None, ratios: list[list[float]], rewards, groups):

@@ -7,8 +7,8 @@ import torch
 from torch import nn
 
 from tests.unit.test_module import fit, rollouts_of, small_config
+from trm_repro.measurement import mean_divergence, measure
 from trm_repro.step_control import bound_step, copy_parameters
-from trm_repro.steps import mean_divergence, measure
 
 
 class Point(nn.Module):

@@ -8,7 +8,8 @@ from tests.unit.builders import EXPERTS_PER_TOKEN, VOCAB_SIZE, make_batch, make_
 from trm_repro.batch import Rollout, RolloutBatch
 from trm_repro.config_sections import LossConfig, MaskConfig
 from trm_repro.gate_specs import GATE_SPECS
-from trm_repro.steps import CRITERIA, Control, ReferenceUpdate, clip_range, gate, measure, surrogate_loss
+from trm_repro.measurement import measure
+from trm_repro.steps import CRITERIA, Control, ReferenceUpdate, clip_range, gate, surrogate_loss
 
 LENGTHS = [(2, 3), (4, 5), (1, 2), (3, 6), (2, 4)]  # (prompt, response)
 NOISE = torch.tensor([0.05, 1.0, 0.05, 0.8, 0.05])  # how far the rollout policy is from the policy, per sequence

@@ -9,7 +9,8 @@ from tests.unit.builders import make_batch, near_policy, tiny_policy
 from trm_repro.config_sections import LossConfig
 from trm_repro.errors import FaultError
 from trm_repro.losses import OBJECTIVES
-from trm_repro.steps import measure, surrogate_loss
+from trm_repro.measurement import measure
+from trm_repro.steps import surrogate_loss
 
 SETTINGS = {"temperature": 0.8}
 

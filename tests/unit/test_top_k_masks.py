@@ -10,7 +10,8 @@ from trm_repro.batch import RolloutBatch
 from trm_repro.config import load_config
 from trm_repro.config_sections import MaskConfig
 from trm_repro.errors import InputError
-from trm_repro.steps import certified_decision, gate, measure
+from trm_repro.measurement import measure
+from trm_repro.steps import certified_decision, gate
 
 EXACT = MaskConfig(criterion="trm_max_avg", max_threshold=2.0, avg_threshold=1.0, avg_estimator="exact")
 

@@ -8,12 +8,12 @@ from tests.unit.builders import TOKENIZER, VOCAB_SIZE, tiny_policy
 from trm_repro.batch import Rollout, RolloutBatch
 from trm_repro.config_sections import RolloutConfig
 from trm_repro.errors import InputError
+from trm_repro.measurement import measure
 from trm_repro.policy import save_policy
 from trm_repro.rollout import SamplingRequest, SamplingSettings
 from trm_repro.rollout.precision import round_weight
 from trm_repro.rollout.synced_engine import policy_weights
 from trm_repro.rollout.transformers_engine import TransformersEngine, processed_log_distribution
-from trm_repro.steps import measure
 
 PROMPTS = [(1, 8, 14), (1, 5), (1, 9, 14, 4, 15), (1, 12, 14)]
 EOS = TOKENIZER.eos_token_id
