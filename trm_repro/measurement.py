@@ -96,8 +96,9 @@ def measurement_of(batch: RolloutBatch, outputs: Sequence[PolicyOutput]) -> Meas
         return None if parts[0] is None else batch.dense(torch.cat(parts))
 
     is_flipped = None
-    if batch.rollout_experts is not None and outputs[0].experts is not None:
-        policy_experts = torch.cat([output.experts for output in outputs]).sort(dim=-1).values  # [N, L, K]
+    routings = [output.experts for output in outputs if output.experts is not None]
+    if batch.rollout_experts is not None and routings:
+        policy_experts = torch.cat(routings).sort(dim=-1).values  # [N, L, K]
         rollout_experts = batch.rollout_experts.long().sort(dim=-1).values
         is_flipped = batch.dense((policy_experts != rollout_experts).flatten(1).any(dim=-1))  # [B, T]
     policy_logprobs, entropy, normalizers = dense("logprobs"), dense("entropy"), dense("normalizers")
