@@ -10,6 +10,7 @@ after, with one. Every repetition runs all forms in turn, so that a busy moment 
 
 import argparse
 import ctypes
+import gc
 import statistics
 import subprocess
 import sys
@@ -30,6 +31,7 @@ SIZES = ("128x4096", "512x4096", "4096x1024")
 """Tokens x hidden size; the largest table of logits is 2.3 GiB."""
 
 VOCAB = 151_936
+LIBC = ctypes.CDLL(None)
 M_MMAP_THRESHOLD = -3  # of glibc's mallopt
 PEERS = Path("runs/bench/peers/verl")
 VERL = ("verl==0.9.1", "tensordict==0.15.3", "pyvers==0.2.2", "cloudpickle==3.1.2")
@@ -176,6 +178,8 @@ def run_once(case: Case, name: str) -> dict[str, float]:
     case.hidden.grad = case.head.grad = None
     case.early_peak = 0
     form: Callable[[], None] = getattr(case, name)
+    gc.collect()
+    LIBC.malloc_trim(0)  # what the last form freed is otherwise resident still, and this one's to use
     reset_peak()
     before = resident("VmRSS")
     start = time.perf_counter()
@@ -218,7 +222,7 @@ def main() -> int:
         tuple(map(int, size.split("x"))) for size in arguments.sizes or (["128x256"] if arguments.quick else SIZES)
     ]
     torch.set_num_threads(arguments.threads)
-    ctypes.CDLL(None).mallopt(M_MMAP_THRESHOLD, 2**20)  # freed blocks from 1 MiB on go back at once, so that they count
+    LIBC.mallopt(M_MMAP_THRESHOLD, 2**20)  # freed blocks from 1 MiB on go back at once, so that they count
     notes = [
         f"V = {arguments.vocab_size}, {arguments.dtype}, {arguments.threads} threads, medians of "
         f"{arguments.repeats} after one to warm up. given: with the normalizers of the divergence pass; computed: "

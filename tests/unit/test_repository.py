@@ -2,6 +2,7 @@
 
 import re
 import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -38,6 +39,4 @@ def test_package_imports_only_what_its_extras_name_beside_the_standard_library()
     code = (
         "import trm_repro.masks, trm_repro.divergence, trm_repro.losses, sys; sys.exit('transformers' in sys.modules)"
     )
-    python = ROOT / ".venv" / "bin" / "python"
-    interpreter = str(python) if python.exists() else "python3"
-    assert subprocess.run([interpreter, "-c", code], cwd=ROOT, check=False).returncode == 0
+    assert subprocess.run([sys.executable, "-c", code], cwd=ROOT, check=False).returncode == 0
