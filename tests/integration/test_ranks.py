@@ -134,12 +134,11 @@ def test_two_ranks_train_on_real_problems_as_one_process(tmp_path: Path, test_da
     assert_same(alone, train(tmp_path / "two", *settings, "trainer.devices=2", arm="trm_max_0.05"))
     (run,) = (entry for entry in alone if entry.kind == "train")
     assert run.metrics["probe/gap"] <= run.metrics["probe/threshold"]
-    # Three sequences an update in micro-batches of one: a rank has one pass more than the other. Nothing is masked, so
-    # that mask and update share each of them.
-    shared = (*settings, "rollout.num_prompts=3", "rollout.group_size=2", "update.tokens_per_micro_batch=1")
-    alone = train(tmp_path / "one_of_three", *shared, arm="token_is")
-    assert_same(alone, train(tmp_path / "two_of_three", *shared, "trainer.devices=2", arm="token_is"))
-    assert [entry.num_kept for entry in alone if entry.kind == "train"] == [[3, 3]]
+    # Nothing is masked, so that mask and update share each pass, here over one sequence.
+    shared = (*settings, "update.tokens_per_micro_batch=1")
+    alone = train(tmp_path / "one_shared", *shared, arm="token_is")
+    assert_same(alone, train(tmp_path / "two_shared", *shared, "trainer.devices=2", arm="token_is"))
+    assert [entry.num_kept for entry in alone if entry.kind == "train"] == [[4, 4]]
 
 
 @pytest.mark.slow
