@@ -111,7 +111,7 @@ def test_two_killed_ranks_go_on_and_train_as_one_process_and_one_rank_goes_on_fr
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(300)
+@pytest.mark.timeout(600)
 def test_two_ranks_train_on_real_problems_as_one_process(tmp_path: Path, test_data: Path, qwen3_tokenizer):
     set_threads(1)
     sizes = PolicyConfig(architecture="dense", num_layers=2, initializer_range=0.2, max_position_embeddings=512)
