@@ -191,8 +191,8 @@ def stage_costs(  # noqa: PLR0913 - one argument for each thing that a user can 
     sequence's key-value cache; the engine's operations bind where that takes longer. Mask: one forward pass, and where
     distributions are rebuilt from hidden states one more pass of the output head. Update: forward, backward (twice the
     forward), with activation checkpointing the layers' forward once more, and in half precision one more pass of the
-    head, whose normalizers are then not those of the mask's pass. The trainer's head sees response tokens alone. The pass
-    that mask and update share where most sequences are kept is not counted on.
+    head, whose normalizers are then not those of the mask's pass. The trainer's head sees response tokens alone. That
+    mask and update share a pass where most sequences are kept is not counted on.
 
     Args:
         model: the policy.
