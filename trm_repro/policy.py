@@ -110,14 +110,13 @@ class Policy(nn.Module):
                 normalizers = batch.policy_normalizers[batch.response_mask]  # [N]
             logprobs = token_logprobs(hidden, head_weight, token_ids, normalizers=normalizers, temperature=temperature)
             return PolicyOutput(logprobs)
-        with torch.no_grad():
-            statistics = token_statistics(
-                hidden.detach(),
-                head_weight,
-                token_ids,
-                rollout=_rollout_distribution(batch, token_ids),
-                temperature=temperature,
-            )
+        statistics = token_statistics(
+            hidden,
+            head_weight,
+            token_ids,
+            rollout=_rollout_distribution(batch, token_ids),
+            temperature=temperature,
+        )
         differentiable = None
         if torch.is_grad_enabled():
             differentiable = token_logprobs(

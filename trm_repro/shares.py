@@ -97,11 +97,11 @@ def measure_shared(
         return measure(policy, batch, **options)
     part = share.part(batch)
     _, num_fillers = share.passes(batch, tokens_per_micro_batch, packed=policy.is_packing)
-    own = None if part is None else measure(policy, part, **options)
+    own = [] if part is None else [(part.sequence_ids, measure(policy, part, **options))]
     with torch.no_grad():
         for _ in range(num_fillers):
             policy(share.filler(), temperature=temperature, measure=True)
-    return gather_measurements(batch, [] if part is None or own is None else [(part.sequence_ids, own)])
+    return gather_measurements(batch, own)
 
 
 def gather_measurements(batch: RolloutBatch, own: Sequence[tuple[Tensor, Measurement]]) -> Measurement:
